@@ -13,7 +13,7 @@ import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.models.gpt import GPT
 from llmtrain.record.resume import ResumePoint
-from llmtrain.training.checks import check_optimizer_flags, say_changed_settings, say_rates
+from llmtrain.training.checks import check_optimizer_flags, say_changed_settings
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.settings import LogConfig, OptimConfig
 from tests.training.learning_rates import triangle, two_groups, user_set
@@ -55,68 +55,37 @@ def test_every_flag_is_accepted_with_the_optimizer_of_the_package(
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "reason"),
+    ("flag", "value"),
     [
-        ("optim", "adamw", "the recipe makes SGD"),
-        ("optim", "muon", "the recipe makes SGD"),
-        ("weight_decay", 0.3, "no parameter group has this value"),
-        ("adam_beta1", 0.7, "no parameter group has this value"),
-        ("adam_beta2", 0.6, "no parameter group has this value"),
-        ("adam_epsilon", 1e-05, "no parameter group has this value"),
+        ("optim", "adamw"),
+        ("optim", "muon"),
+        ("weight_decay", 0.3),
+        ("adam_beta1", 0.7),
+        ("adam_beta2", 0.6),
+        ("adam_epsilon", 1e-05),
     ],
 )
 def test_a_flag_that_the_optimizer_of_a_recipe_does_not_read_is_refused(
-    flag: str, value: object, reason: str
+    flag: str, value: object
 ) -> None:
     model = GPT(lt.GPTConfig(n_embd=16), 30)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     config = OptimConfig(**{flag: value})
     check_optimizer_flags(config, model, optimizer)  # the user did not set it
 
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"flags without effect: --{flag} {value} "):
         check_optimizer_flags(user_set(config, flag), model, optimizer)
 
-    assert str(error.value) == (
-        f"flags without effect: --{flag} {value} ({reason}); leave them out."
-    )
 
-
-@pytest.mark.parametrize(
-    ("flags", "optimizer"),
-    [
-        pytest.param(
-            {"weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-7},
-            two_groups(),
-            id="AdamW",
-        ),
-        pytest.param(
-            {"weight_decay": 0.0, "adam_beta1": 0.7},
-            torch.optim.SGD([torch.ones(1)], momentum=0.7, weight_decay=0.0),
-            id="SGD with momentum",
-        ),
-    ],
-)
-def test_a_flag_is_accepted_if_a_group_has_its_value(
-    flags: dict[str, float], optimizer: torch.optim.Optimizer
-) -> None:
+def test_a_flag_is_accepted_if_a_group_has_its_value() -> None:
     """It does not matter whether the recipe has read the flag."""
-    config = user_set(OptimConfig(**flags), *flags)
-
-    check_optimizer_flags(config, nn.Linear(2, 2), optimizer)
-
-
-def test_the_default_optimizer_flag_is_accepted_with_an_adamw_of_the_recipe() -> None:
-    config = user_set(OptimConfig(), "optim")
-
+    flags = {"weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-7}
+    config = user_set(OptimConfig(**flags), *flags, "optim")
     check_optimizer_flags(config, nn.Linear(2, 2), two_groups())
 
-
-def test_a_second_beta_is_refused_with_an_optimizer_of_a_single_one() -> None:
-    optimizer = torch.optim.SGD([{"params": [torch.ones(1)], "betas": 0.9}])
-    config = user_set(OptimConfig(adam_beta2=0.6), "adam_beta2")
-
-    with pytest.raises(UserError, match=r"--adam_beta2 0\.6 "):
-        check_optimizer_flags(config, nn.Linear(2, 2), optimizer)
+    sgd = torch.optim.SGD([torch.ones(1)], momentum=0.7)
+    config = user_set(OptimConfig(adam_beta1=0.7), "adam_beta1")
+    check_optimizer_flags(config, nn.Linear(2, 2), sgd)
 
 
 def test_flags_of_a_schedule_are_refused_with_a_schedule_of_the_recipe() -> None:
@@ -124,28 +93,11 @@ def test_flags_of_a_schedule_are_refused_with_a_schedule_of_the_recipe() -> None
     config = user_set(OptimConfig(**flags), *flags)
     model = nn.Linear(2, 2)
 
-    with pytest.raises(UserError) as error:
+    named = "--lr_scheduler_type .*--warmup_steps .*--min_lr "
+    with pytest.raises(UserError, match=named):
         check_optimizer_flags(config, model, two_groups(), triangle)
-
-    assert str(error.value) == (
-        "flags without effect: --lr_scheduler_type (the recipe has its own schedule), "
-        "--warmup_steps (the recipe has its own schedule), "
-        "--min_lr (the recipe has its own schedule); leave them out."
-    )
     check_optimizer_flags(config, model, two_groups())
     check_optimizer_flags(OptimConfig(**flags), model, two_groups(), triangle)
-
-
-# --- messages
-
-
-def test_the_peaks_of_groups_are_printed_if_they_differ(capsys: pytest.CaptureFixture) -> None:
-    say_rates(LearningRates(two_groups(1e-3, 1e-3), OptimConfig()))
-    assert capsys.readouterr().out == ""
-
-    say_rates(LearningRates(two_groups(), OptimConfig()))
-    line = "peak learning rates of the parameter groups: embedding: 0.01, head: 0.0001"
-    assert line in capsys.readouterr().out
 
 
 # A resume from a checkpoint that the user has named
@@ -189,35 +141,24 @@ def test_a_changed_learning_rate_is_printed_and_a_removed_setting_is_ignored(
     config = constant(learning_rate=2e-3)
     changes = changes_since(recorded, config, LearningRates(two_groups(2e-3, 2e-3), config))
 
-    assert (
-        "learning_rate 0.001 -> 0.002; the learning rate goes from 0.001 in step 3 to 0.002 in "
-        "step 4\n"
-    ) in changes
+    assert "learning_rate 0.001 -> 0.002" in changes
+    assert "from 0.001 in step 3 to 0.002 in step 4\n" in changes
+    assert "removed_setting" not in changes
 
 
-def test_changed_groups_and_peaks_are_printed(changes_since) -> None:
+def test_changed_groups_peaks_and_schedules_are_printed(changes_since) -> None:
     config = constant()
     rates = LearningRates(two_groups(), config)
     recorded = fingerprint(config, rates, groups=[1])
     assert changes_since(recorded, config, rates, groups=[1]) == ""
 
     with_other_groups = changes_since(recorded, config, rates, groups=[2])
-    assert "changed   settings of the optimizer's parameter groups; " in with_other_groups
+    assert "settings of the optimizer's parameter groups" in with_other_groups
 
     other_rates = LearningRates(two_groups(5e-3, 1e-4), config)
     with_other_peaks = changes_since(recorded, config, other_rates, groups=[2])
-    assert (
-        "changed   group_learning_rates [0.01, 0.0001] -> [0.005, 0.0001]; the learning rate goes "
-        "from 0.01 in step 3 to 0.005 in step 4\n"
-    ) in with_other_peaks
+    assert "group_learning_rates [0.01, 0.0001] -> [0.005, 0.0001]" in with_other_peaks
+    assert "from 0.01 in step 3 to 0.005 in step 4\n" in with_other_peaks
 
-
-def test_a_removed_schedule_is_printed_without_the_earlier_rate(changes_since) -> None:
-    """A fingerprint does not have the values of a schedule."""
-    config = constant()
-    recorded = fingerprint(config, LearningRates(two_groups(), config, triangle))
-
-    changes = changes_since(recorded, config, LearningRates(two_groups(), config))
-
-    assert "schedule triangle " in changes
-    assert "-> None; the learning rate goes to 0.01 in step 4\n" in changes
+    with_schedule = fingerprint(config, LearningRates(two_groups(), config, triangle))
+    assert "schedule triangle " in changes_since(with_schedule, config, rates)
