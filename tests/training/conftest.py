@@ -1,7 +1,7 @@
 """A short run that several tests start, each with its own parts."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ def train_gpt(text_file: Path, tmp_path: Path) -> Callable[..., Run]:
         resume: str = "auto",
         async_save: bool = False,
         eval_steps: float = 4,
+        sample_prompts: Sequence[str] = (),
         max_steps: int = 12,
         model: nn.Module | None = None,
         **parts: Any,
@@ -29,7 +30,7 @@ def train_gpt(text_file: Path, tmp_path: Path) -> Callable[..., Run]:
             TWELVE_STEPS,
             data=dataclasses.replace(TWELVE_STEPS.data, dataset=[str(text_file)]),
             optim=dataclasses.replace(TWELVE_STEPS.optim, max_steps=max_steps),
-            eval=lt.EvalConfig(eval_steps=eval_steps),
+            eval=lt.EvalConfig(eval_steps=eval_steps, sample_prompts=[*sample_prompts]),
             run=dataclasses.replace(
                 TWELVE_STEPS.run,
                 output_dir=str(tmp_path / "run"),

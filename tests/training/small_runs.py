@@ -1,4 +1,6 @@
-"""Settings of runs that train a small GPT for a few steps."""
+"""Settings of runs that train a small GPT for a few steps, and a callback that stops them."""
+
+from typing import Any
 
 import llmtrain as lt
 from recipes import gpt
@@ -21,3 +23,18 @@ TWELVE_STEPS = gpt.Settings(
     log=lt.LogConfig(logging_steps=1),
     run=lt.RunConfig(report_to=["none"], save_steps=4),
 )
+
+
+class StopAfter(lt.Callback):
+    """Stops a run after a step. The run without it is the same run."""
+
+    fingerprint = None
+
+    def __init__(self, last_step: int) -> None:
+        self.last_step = last_step
+
+    def setup(self, training: Any) -> None:
+        self._training = training
+
+    def wants_to_stop(self) -> bool:
+        return self._training.step + 1 == self.last_step

@@ -1,7 +1,6 @@
 """AdamW with a small state makes the steps of torch's AdamW, up to the rounding of its state."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -97,26 +96,6 @@ def test_its_steps_are_those_of_torch_in_float64(
     assert relative_distance(optimizer, reference, start) < largest_distance
 
 
-def test_its_steps_are_as_near_to_adamw_as_those_of_torchao() -> None:
-    torchao = pytest.importorskip("torchao.optim", reason="torchao is not installed")
-    shape = (64, 512)
-
-    def distance_from_adamw(optimizer_class: Any) -> float:
-        weights = nn.Parameter(torch.zeros(shape))
-        expected = nn.Parameter(torch.zeros(shape))
-        optimizer = optimizer_class([weights], **SETTINGS)
-        reference = torch.optim.AdamW([expected], **SETTINGS)
-        generator = torch.Generator().manual_seed(3)
-        for _ in range(30):
-            weights.grad = torch.randn(shape, generator=generator) * 1e-3
-            expected.grad = weights.grad.clone()
-            optimizer.step()
-            reference.step()
-        return ((weights - expected).norm() / expected.norm()).item()
-
-    assert distance_from_adamw(EightBitAdamW) < 1.2 * distance_from_adamw(torchao.AdamW8bit)
-
-
 def test_a_step_for_some_rows_at_a_time_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     def optimizer_after_three_steps() -> EightBitAdamW:
         optimizer = EightBitAdamW(initial_weights(torch.bfloat16), **SETTINGS)
@@ -141,22 +120,16 @@ def test_a_step_for_some_rows_at_a_time_has_the_same_bits(monkeypatch: pytest.Mo
 def test_the_compensation_keeps_small_changes_of_bfloat16_weights() -> None:
     weights = torch.ones(1000, dtype=torch.bfloat16)
     compensation = torch.zeros_like(weights)
+    uncompensated = torch.ones_like(weights)
     change = torch.full((1000,), -1e-4)
 
     for _ in range(1000):
         update_weights(weights, change, decay=1.0, compensation=compensation)
+        update_weights(uncompensated, change, decay=1.0, compensation=None)
 
     total = weights.float() + compensation.float()
     torch.testing.assert_close(total, torch.full((1000,), 0.9), atol=1e-3, rtol=0)
-
-
-def test_without_a_compensation_small_changes_of_bfloat16_weights_are_lost() -> None:
-    weights = torch.ones(1000, dtype=torch.bfloat16)
-
-    for _ in range(1000):
-        update_weights(weights, torch.full((1000,), -1e-4), decay=1.0, compensation=None)
-
-    assert (weights == 1).all()
+    assert (uncompensated == 1).all(), "the changes are lost"
 
 
 # --- moments in 8 bits

@@ -19,6 +19,7 @@ from llmtrain.training.run import Run
 from llmtrain.training.settings import OptimConfig
 from tests.launching import metrics
 from tests.training.learning_rates import triangle, two_groups, user_set
+from tests.training.small_runs import StopAfter
 
 SCHEDULES = ("cosine", "linear", "constant", "warmup_stable_decay")
 
@@ -360,13 +361,12 @@ def test_a_schedule_without_valid_values_is_refused_before_the_first_step(
 # --- in a run
 
 
-class StopAfter(Callback):
-    """Asks to stop after some steps of this start, and keeps the rates of each step."""
+class KeepsRates(Callback):
+    """Keeps the learning rates of each step of a start."""
 
     fingerprint = None
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    def __init__(self) -> None:
         self.rates: list[list[float]] = []
 
     def setup(self, training: Any) -> None:
@@ -374,9 +374,6 @@ class StopAfter(Callback):
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         self.rates.append(rates_in(self._optimizer))
-
-    def wants_to_stop(self) -> bool:
-        return len(self.rates) + 1 == self._steps
 
 
 def optimizer_of_two_groups(other_peak: float = 1e-4) -> Callable[..., torch.optim.Optimizer]:
@@ -398,9 +395,9 @@ def test_groups_keep_their_proportions_in_a_run_that_resumes(
     schedule: Any, train_gpt: Callable[..., Run]
 ) -> None:
     parts = {"optimizer": optimizer_of_two_groups(), "schedule": schedule}
-    before_stop = StopAfter(6)
-    after_stop = StopAfter(99)
-    stopped = train_gpt(**parts, callbacks=[before_stop])
+    before_stop = KeepsRates()
+    after_stop = KeepsRates()
+    stopped = train_gpt(**parts, callbacks=[before_stop, StopAfter(6)])
     resumed = train_gpt(**parts, callbacks=[after_stop])
     assert resumed.folder == stopped.folder
 

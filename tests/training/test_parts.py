@@ -25,6 +25,7 @@ from llmtrain.record.checkpoint import checkpoints
 from llmtrain.training.parts import Parts
 from llmtrain.training.run import Run
 from recipes import preference
+from tests.training.small_runs import StopAfter
 
 
 class Scaled(lt.Objective):
@@ -37,30 +38,15 @@ class Scaled(lt.Objective):
         return lt.LossSums(self.factor * model.nll(**batch))
 
 
-class Stop(lt.Callback):
-    """Stops the run after a step, and changes nothing else."""
-
-    fingerprint = None
-
-    def __init__(self, last_step: int) -> None:
-        self.last_step = last_step
-        self.steps = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps}
-
-    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        self.steps = info.step
-
-    def wants_to_stop(self) -> bool:
-        return self.steps + 1 == self.last_step
-
-
 class Threshold(lt.Callback):
     """A callback with a setting."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
+
+
+def count(model: Any, batch: Batch) -> Any:
+    return {"count": (batch["labels"].sum(), batch["labels"].sum())}
 
 
 # --- the fingerprint
@@ -175,7 +161,7 @@ def test_a_changed_part_makes_a_new_run_and_the_log_says_why(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parts = {"objective": Scaled(1.0), "callbacks": [Threshold(1.0)], "metrics": [count]}
-    stopped = train_gpt(**parts | {"callbacks": [Threshold(1.0), Stop(5)]})
+    stopped = train_gpt(**parts | {"callbacks": [Threshold(1.0), StopAfter(5)]})
     capsys.readouterr()
 
     run = train_gpt(**parts | changed)
@@ -183,10 +169,6 @@ def test_a_changed_part_makes_a_new_run_and_the_log_says_why(
     assert stopped.folder.name == "run"
     assert run.folder.name == "run-2"
     assert reason in capsys.readouterr().out
-
-
-def count(model: Any, batch: Batch) -> Any:
-    return {"count": (batch["labels"].sum(), batch["labels"].sum())}
 
 
 def test_muon_has_one_fingerprint_in_every_mixed_precision() -> None:
@@ -203,7 +185,7 @@ def test_muon_has_one_fingerprint_in_every_mixed_precision() -> None:
 def test_a_run_is_resumed_without_a_callback_and_by_name_with_another_one(
     train_gpt: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopped = train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0), Stop(5)])
+    stopped = train_gpt(objective=Scaled(1.0), callbacks=[Threshold(1.0), StopAfter(5)])
 
     with pytest.raises(UserError, match=r"factor 1\.0 there, 3\.0 here"):
         train_gpt(objective=Scaled(3.0), callbacks=[Threshold(1.0)], resume=str(stopped.folder))

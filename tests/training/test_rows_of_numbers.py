@@ -14,9 +14,8 @@ from torch import nn
 import llmtrain as lt
 from llmtrain.cli import main as command
 from llmtrain.errors import UserError
-from llmtrain.interfaces.batches import LocalBatch
-from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.training.run import Run
+from tests.training.small_runs import StopAfter
 
 NUMBERS = 12
 
@@ -50,22 +49,6 @@ def table(rows: int) -> datasets.Dataset:
     for first in range(rows):
         ids.append([(first + offset) % NUMBERS for offset in range(6)])
     return datasets.Dataset.from_dict({"input_ids": ids})
-
-
-class StopAfter(Callback):
-    """Stops a run after a step. The run without it is the same run."""
-
-    fingerprint = None
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.steps = 0
-
-    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        self.steps = info.step
-
-    def wants_to_stop(self) -> bool:
-        return self.steps + 1 == self.step
 
 
 @pytest.fixture
