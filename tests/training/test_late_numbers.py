@@ -13,18 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from accelerate import Accelerator
 
 import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepNumbers, StepResult
+from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import Sharding
 from llmtrain.record.history import read_lines
 from llmtrain.training import step
 from llmtrain.training.adamw import EightBitAdamW
 from llmtrain.training.context import LoopContext
 from llmtrain.training.device_skip import can_skip_on_device
 from llmtrain.training.run import Run
+from tests.engines import engine_of
 from tests.launching import read_json
 from tests.training.small_runs import TWELVE_STEPS
 
@@ -159,12 +162,6 @@ def test_skipping_on_the_device_leaves_the_same_run_as_skipping_on_the_host(
     assert run.status.skipped == reference_run.status.skipped == len(NAN_STEPS)
     assert run.status.tokens == reference_run.status.tokens
 
-
-def test_the_gradient_norm_in_the_log_is_null_in_skipped_steps_only(
-    train_with_nan: Train,
-) -> None:
-    run, _ = train_with_nan("run", skip_nonfinite=5)
-
     norms = {
         entry["step"]: entry["train/grad_norm"]
         for entry in read_lines(run.folder / "metrics.jsonl")
@@ -181,36 +178,20 @@ def test_the_gradient_norm_in_the_log_is_null_in_skipped_steps_only(
         pytest.param(1, 6, ["step-00000004"], id="one may be skipped"),
     ],
 )
-@pytest.mark.parametrize("skip_on", ["device", "host"])
-def test_too_many_skipped_steps_end_the_run_with_the_step_that_was_one_too_many(
-    train_with_nan: Train,
-    tmp_path: Path,
-    skip_on: str,
-    allowed: int,
-    failing_step: int,
-    saved: list[str],
-) -> None:
-    message = f"^step {failing_step} was skipped: its gradient norm is nan"
-    with pytest.raises(UserError, match=message):
-        train_with_nan("run", skip_nonfinite=allowed, skip_on=skip_on)
-
-    status = read_json(tmp_path / "run" / "status.json")
-    assert status["state"] == "failed"
-    assert status["step"] == failing_step - 1
-    checkpoints = (tmp_path / "run" / "checkpoints").glob("step-*")
-    assert [path.name for path in checkpoints] == saved
-
-
-@pytest.mark.parametrize("allowed", [0, 1])
-def test_the_message_about_too_many_skipped_steps_does_not_depend_on_who_decides(
-    allowed: int, train_with_nan: Train
+def test_too_many_skipped_steps_end_the_run_in_the_same_way_on_the_device_and_the_host(
+    train_with_nan: Train, tmp_path: Path, allowed: int, failing_step: int, saved: list[str]
 ) -> None:
     messages = set()
     for skip_on in ("device", "host"):
-        with pytest.raises(UserError) as error:
+        with pytest.raises(UserError, match=f"^step {failing_step} was skipped: ") as error:
             train_with_nan(skip_on, skip_nonfinite=allowed, skip_on=skip_on)
         messages.add(str(error.value))
 
+        status = read_json(tmp_path / skip_on / "status.json")
+        assert status["state"] == "failed"
+        assert status["step"] == failing_step - 1
+        checkpoints = (tmp_path / skip_on / "checkpoints").glob("step-*")
+        assert [path.name for path in checkpoints] == saved
     assert len(messages) == 1
 
 
@@ -374,23 +355,38 @@ def test_only_optimizers_that_are_known_to_skip_do_so_on_the_device() -> None:
     # Its momentum would be uninitialised after a first step that is skipped.
     assert not can_skip_on_device(torch.optim.SGD([matrix], lr=0.1, momentum=0.9, fused=True))
 
+    for register in (fused.register_step_pre_hook, fused.register_step_post_hook):
+        hook = register(lambda *_: None)
+        assert not can_skip_on_device(fused)
+        hook.remove()
+        assert can_skip_on_device(fused)
 
-@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
-def test_an_optimizer_with_hooks_is_not_called_for_a_step_that_is_skipped(register: str) -> None:
-    matrix = torch.nn.Parameter(torch.ones(4, 4))
-    optimizer = torch.optim.AdamW([matrix], fused=True)
-    handle = getattr(optimizer, register)(lambda *_: None)
-    assert not can_skip_on_device(optimizer)
-    handle.remove()
-    assert can_skip_on_device(optimizer)
+
+def test_a_loss_scaler_an_offload_and_mps_leave_the_decision_to_the_host(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(accelerator, torch.nn.Linear(2, 2))
+    optimizer = accelerator.prepare(torch.optim.AdamW(engine.model.parameters(), fused=True))
+    assert step.skips_on_device(engine, optimizer)
+
+    offload = Sharding(replicas=1, shards=1, cpu_offload=True)
+    for owner, name, value in (
+        (accelerator, "scaler", torch.amp.GradScaler("cpu")),
+        (Ranks, "sharding", offload),
+        (engine, "device", torch.device("mps")),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert not step.skips_on_device(engine, optimizer)
 
 
 class Records(lt.Callback):
-    """Records when it is called."""
+    """Records when it is called. It takes the result of a step before the next one, or during it."""
 
     fingerprint = None
 
-    def __init__(self) -> None:
+    def __init__(self, takes_late_results: bool) -> None:
+        self.takes_late_results = takes_late_results
         self.calls: list[tuple[str, int]] = []
 
     def setup(self, training: Any) -> None:
@@ -399,67 +395,51 @@ class Records(lt.Callback):
     def on_step_begin(self, batch: LocalBatch) -> None:
         self.calls.append(("begin", self.training.step + 1))
 
-
-class RecordsResults(Records):
-    """Wants the result of each step."""
-
     def on_step_result(self, step: int, result: StepResult) -> None:
         self.calls.append(("result", step))
 
 
-class RecordsLog(Records):
-    """Wants each log entry, and writes the model when it comes."""
-
-    def on_log(self, step: int, metrics: Any) -> None:
-        self.calls.append(("log", step))
-        if step == 5:
-            self.training.write_model(self.training.folder / "model-5")
-
-
-class RecordsLate(RecordsResults):
-    """Takes the result of a step during the next one."""
-
-    takes_late_results = True
-
-
-def test_a_callback_gets_the_result_of_a_step_before_the_next_one(train_with_nan: Train) -> None:
-    records = RecordsResults()
+def test_a_callback_gets_the_result_of_a_step_before_the_next_one_or_takes_it_late(
+    train_with_nan: Train,
+) -> None:
+    records = Records(takes_late_results=False)
     train_with_nan("run", nan_steps=(), callbacks=(records,))
     expected = [(call, step) for step in range(1, STEPS + 1) for call in ("begin", "result")]
     assert records.calls == expected
 
-
-def test_a_callback_may_take_the_results_late(train_with_nan: Train) -> None:
-    records = RecordsLate()
-    train_with_nan("run", nan_steps=(), callbacks=(records,))
-    calls = records.calls
+    late = Records(takes_late_results=True)
+    train_with_nan("late", nan_steps=(), callbacks=(late,))
+    calls = late.calls
     assert calls.index(("begin", 3)) < calls.index(("result", 2)) < calls.index(("begin", 4))
+
+
+class ComparesLog(lt.Callback):
+    """Notes whether the log entry of a step comes before the next one, and with its weights."""
+
+    fingerprint = None
+
+    def setup(self, training: Any) -> None:
+        self.weights = next(training.model.parameters())
+        self.is_in_time: dict[int, bool] = {}
+
+    def on_step_begin(self, batch: LocalBatch) -> None:
+        self.after_step = torch.zeros(())
+
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        self.after_step = self.weights.detach().clone()
+
+    def on_log(self, step: int, metrics: Any) -> None:
+        if "train/loss" in metrics:
+            self.is_in_time[step] = torch.equal(self.weights, self.after_step)
 
 
 def test_a_callback_gets_the_log_entry_of_a_step_while_the_model_has_its_weights(
     train_with_nan: Train,
 ) -> None:
     """Otherwise, its decisions would depend on where the run is saved or evaluated."""
-
-    class KeepsWeights(lt.Callback):
-        fingerprint = None
-
-        def setup(self, training: Any) -> None:
-            self.model = training.model
-
-        def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-            if info.step == 5:
-                self.weights = {k: v.clone() for k, v in self.model.state_dict().items()}
-
-    records = RecordsLog()
-    keeps_weights = KeepsWeights()
-    run, _ = train_with_nan("run", nan_steps=(), callbacks=(records, keeps_weights))
-
-    calls = records.calls
-    for step_number in range(1, STEPS):
-        assert calls.index(("log", step_number)) < calls.index(("begin", step_number + 1))
-    written = load_file(run.folder / "model-5" / "model.safetensors")
-    assert all(torch.equal(written[name], keeps_weights.weights[name]) for name in written)
+    compares_log = ComparesLog()
+    train_with_nan("run", nan_steps=(), callbacks=(compares_log,))
+    assert compares_log.is_in_time == dict.fromkeys(range(1, STEPS + 1), True)
 
 
 def test_a_state_that_a_result_changes_is_checked_after_the_first_step(

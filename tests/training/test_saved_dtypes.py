@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from llmtrain.errors import UserError
 from llmtrain.record.history import read_lines
 from llmtrain.training.run import Run
 from recipes import finetune
-from tests.launching import read_json
 from tests.models.small_models import tiny_llama
 
 FOUR_STEPS = (
@@ -61,14 +59,10 @@ def train(text: Path, tmp_path: Path) -> Train:
     """A function that fine-tunes a base for four steps, in the folder ``run``."""
 
     def train(base: Path, flags: str = "") -> Run:
-        return fine_tune(base, text, flags=f"--output_dir {tmp_path}/run {flags}")
+        command = f"--model_name_or_path {base} --dataset {text} --output_dir {tmp_path}/run"
+        return finetune.main(f"{command} {FOUR_STEPS} {flags}".split())
 
     return train
-
-
-def fine_tune(base: Path, text: Path, flags: str) -> Run:
-    command = f"--model_name_or_path {base} --dataset {text} {FOUR_STEPS} {flags}"
-    return finetune.main(command.split())
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -94,61 +88,6 @@ def logged(run: Run, metric: str, step: int) -> float:
 # --- the dtype of a finished model
 
 
-class SavedModel(NamedTuple):
-    """The model of a finished run.
-
-    Attributes:
-        trained: the model folder of the last checkpoint.
-        finished: the model folder of the run.
-        dtype: the dtype that it must have.
-    """
-
-    trained: Path
-    finished: Path
-    dtype: torch.dtype
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(("bfloat16", "auto", torch.bfloat16), id="bfloat16 base"),
-        pytest.param(("float16", "auto", torch.float16), id="float16 base"),
-        pytest.param(("bfloat16", "float32", torch.float32), id="chosen float32"),
-        pytest.param(("float32", "bfloat16", torch.bfloat16), id="chosen bfloat16"),
-    ],
-)
-def saved_model(
-    request: pytest.FixtureRequest,
-    make_base: MakeBase,
-    text: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> SavedModel:
-    base_dtype, save_dtype, dtype = request.param
-    folder = tmp_path_factory.mktemp("finished")
-    flags = f"--output_dir {folder}/run --save_dtype {save_dtype}"
-    run = fine_tune(make_base(base_dtype), text, flags=flags)
-    return SavedModel(
-        trained=checkpoint_model(run, step=4), finished=run.folder / "model", dtype=dtype
-    )
-
-
-def test_a_finished_model_has_the_dtype_of_its_base_or_the_chosen_one(
-    saved_model: SavedModel,
-) -> None:
-    trained = weights_of(saved_model.trained)
-    finished = weights_of(saved_model.finished)
-
-    assert trained.keys() == finished.keys()
-    for name, weight in trained.items():
-        assert weight.dtype == torch.float32
-        assert finished[name].dtype == saved_model.dtype
-        assert torch.equal(finished[name], weight.to(saved_model.dtype))
-
-    dtype_name = str(saved_model.dtype).removeprefix("torch.")
-    assert read_json(saved_model.trained / "config.json")["dtype"] == "float32"
-    assert read_json(saved_model.finished / "config.json")["dtype"] == dtype_name
-
-
 def logits(folder: Path, **options: object) -> torch.Tensor:
     """Return the logits that transformers computes with a model folder."""
     ids = torch.arange(1, 40)[None]
@@ -157,18 +96,36 @@ def logits(folder: Path, **options: object) -> torch.Tensor:
         return model(ids).logits.float()
 
 
-def test_transformers_loads_the_saved_dtype_and_computes_almost_the_same(
-    saved_model: SavedModel,
+@pytest.mark.parametrize(
+    ("base_dtype", "save_dtype", "dtype"),
+    [
+        pytest.param("bfloat16", "auto", torch.bfloat16, id="bfloat16 base"),
+        pytest.param("float16", "auto", torch.float16, id="float16 base"),
+        pytest.param("bfloat16", "float32", torch.float32, id="chosen float32"),
+        pytest.param("float32", "bfloat16", torch.bfloat16, id="chosen bfloat16"),
+    ],
+)
+def test_a_finished_model_has_the_dtype_of_its_base_or_the_chosen_one(
+    base_dtype: str, save_dtype: str, dtype: torch.dtype, make_base: MakeBase, train: Train
 ) -> None:
-    finished = saved_model.finished
-    assert AutoModelForCausalLM.from_pretrained(finished).dtype == saved_model.dtype
+    run = train(make_base(base_dtype), f"--save_dtype {save_dtype}")
 
-    exact = logits(saved_model.trained)
+    folder = run.folder / "model"
+    trained = weights_of(checkpoint_model(run, step=4))
+    finished = weights_of(folder)
+    assert trained.keys() == finished.keys()
+    for name, weight in trained.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(finished[name], weight.to(dtype))
+        assert finished[name].dtype == dtype
+
+    # Transformers loads this dtype, and computes almost the same, as in `llmtrain export --check`.
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == dtype
+    exact = logits(checkpoint_model(run, step=4))
+    bound = max(1e-5, 16 * torch.finfo(dtype).eps / 2)
     largest = exact.abs().max()
-    # As in `llmtrain export --check`.
-    bound = max(1e-5, 16 * torch.finfo(saved_model.dtype).eps / 2)
-    assert (logits(finished, dtype=torch.float32) - exact).abs().max() <= bound * largest
-    assert (logits(finished) - exact).abs().max() <= 2 * bound * largest
+    assert (logits(folder, dtype=torch.float32) - exact).abs().max() <= bound * largest
+    assert (logits(folder) - exact).abs().max() <= 2 * bound * largest
 
 
 def test_a_tensor_that_the_base_keeps_in_another_dtype_stays_in_it(
@@ -186,10 +143,7 @@ def test_a_tensor_that_the_base_keeps_in_another_dtype_stays_in_it(
 
 @pytest.mark.parametrize(
     ("save_dtype", "dtype", "is_rounded"),
-    [
-        pytest.param("auto", torch.float32, False, id="auto"),
-        pytest.param("float16", torch.float16, True, id="float16"),
-    ],
+    [("auto", torch.float32, False), ("float16", torch.float16, True)],
 )
 def test_an_adapter_is_float32_unless_another_dtype_is_chosen(
     save_dtype: str, dtype: torch.dtype, is_rounded: bool, make_base: MakeBase, train: Train
@@ -198,50 +152,29 @@ def test_an_adapter_is_float32_unless_another_dtype_is_chosen(
 
     adapter = load_file(run.folder / "model" / "adapter_model.safetensors")
     assert {weight.dtype for weight in adapter.values()} == {dtype}
+    # Only weights that are rounded are evaluated again, with an event.
+    entries = read_lines(run.folder / "metrics.jsonl")
+    assert any("eval/rounded_loss" in entry for entry in entries) == is_rounded
     assert (run.folder / "events.jsonl").exists() == is_rounded
 
 
 # --- the eval loss of the rounded weights
 
 
-def test_the_eval_loss_of_the_rounded_model_is_logged_next_to_the_last_one(
-    make_base: MakeBase, train: Train, capsys: pytest.CaptureFixture
+def test_the_logged_eval_loss_of_a_rounded_model_is_that_of_the_saved_weights(
+    make_base: MakeBase, train: Train
 ) -> None:
     run = train(make_base("bfloat16"))
 
     last_loss = logged(run, "eval/loss", step=4)
-    entries = read_lines(run.folder / "metrics.jsonl")
-    [rounded_loss] = [e["eval/rounded_loss"] for e in entries if "eval/rounded_loss" in e]
+    rounded_loss = logged(run, "eval/rounded_loss", step=4)
     assert rounded_loss != last_loss
     assert rounded_loss == pytest.approx(last_loss, rel=1e-3)
-
-    line = f"eval loss {rounded_loss:.4f} in bfloat16 ({last_loss:.4f} before rounding)"
     [event] = read_lines(run.folder / "events.jsonl")
-    assert event["text"] == line
-    assert f"rounded   {line}" in capsys.readouterr().out
-
-
-def test_a_run_that_starts_from_a_rounded_model_begins_with_its_logged_loss(
-    make_base: MakeBase, train: Train
-) -> None:
-    run = train(make_base("bfloat16"))
+    assert f"{rounded_loss:.4f} in bfloat16 ({last_loss:.4f} before" in event["text"]
 
     next_run = train(run.folder / "model", "--resume_from_checkpoint never --max_steps 1")
-
-    first_loss = logged(next_run, "eval/loss", step=0)
-    assert first_loss == logged(run, "eval/rounded_loss", step=4)
-
-
-def test_a_model_that_is_not_rounded_is_not_evaluated_again(
-    make_base: MakeBase, train: Train
-) -> None:
-    run = train(make_base("float32"))
-
-    entries = read_lines(run.folder / "metrics.jsonl")
-    assert entries
-    assert not any("eval/rounded_loss" in entry for entry in entries)
-    assert not (run.folder / "events.jsonl").exists()
-    assert dtypes_of(run.folder / "model") == {torch.float32}
+    assert logged(next_run, "eval/loss", step=0) == rounded_loss
 
 
 def test_the_best_weights_are_rounded_and_compared_with_their_own_loss(
@@ -266,36 +199,20 @@ def test_the_best_weights_are_rounded_and_compared_with_their_own_loss(
 # --- weights that a dtype cannot hold
 
 
-@pytest.fixture
-def large_base(make_base: MakeBase) -> Path:
-    """A base with weights above the largest number of float16."""
-    return make_base("float32", changes={"model.norm.weight": torch.full((32,), 1e5)})
-
-
-def test_weights_beyond_the_chosen_dtype_are_refused_in_one_line(
-    large_base: Path, train: Train, tmp_path: Path
+def test_weights_beyond_the_chosen_dtype_are_refused_and_another_dtype_ends_the_run(
+    make_base: MakeBase, train: Train, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError) as error:
-        train(large_base, "--save_dtype float16")
+    too_large = torch.full((32,), 1e5)  # above the largest number of float16
+    base = make_base("float32", changes={"model.norm.weight": too_large})
 
-    message = str(error.value)
-    assert message.startswith("model.norm.weight has values above 65504, the largest of float16")
-    assert "--save_dtype bfloat16" in message
-    assert "\n" not in message
+    with pytest.raises(UserError, match=r"model\.norm\.weight .*--save_dtype bfloat16") as error:
+        train(base, "--save_dtype float16")
+    assert "\n" not in str(error.value)
     assert not (tmp_path / "run" / "model").exists()
 
-
-def test_a_run_with_a_refused_dtype_ends_with_another_one(
-    large_base: Path, train: Train, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError):
-        train(large_base, "--save_dtype float16")
-
-    run = train(large_base, "--save_dtype bfloat16")
-
+    run = train(base, "--save_dtype bfloat16")
     assert run.folder == tmp_path / "run"
     assert run.resume_point.step == 4
     assert dtypes_of(run.folder / "model") == {torch.bfloat16}
     # The evaluation after the last step was made by the start that failed.
-    event = read_lines(run.folder / "events.jsonl")[-1]
-    assert event["text"].endswith(" before rounding)")
+    assert " before rounding)" in [*read_lines(run.folder / "events.jsonl")][-1]["text"]

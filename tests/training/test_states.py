@@ -28,7 +28,7 @@ from llmtrain.training.muon import Muon
 from llmtrain.training.optim import MuonWithAdamW
 from llmtrain.training.optimizer_state import OptimizerState
 from tests.odd_optimizer import Odd
-from tests.training.small_runs import THREE_STEPS
+from tests.training.small_runs import THREE_STEPS, StopAfter
 
 
 @pytest.fixture
@@ -40,26 +40,21 @@ def rows(text_file: Path) -> Tokenized:
 
 
 class Average(Callback):
-    """An average of the weights, which can stop the run.
-
-    A run without it has the same fingerprint.
-    """
+    """An average of the weights. A run without it has the same fingerprint."""
 
     fingerprint = None
 
-    def __init__(self, model: nn.Module, last_step: int | None) -> None:
-        self.model = model
-        self.last_step = last_step
+    def __init__(self) -> None:
         self.steps = 0
-        self.mean = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def setup(self, training: Any) -> None:
+        self.model = training.model
+        self.mean = {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         self.steps += 1
         for name, p in self.model.named_parameters():
             self.mean[name].lerp_(p.detach(), 1 / self.steps)
-
-    def wants_to_stop(self) -> bool:
-        return self.steps + 1 == self.last_step
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "mean": self.mean}
@@ -72,23 +67,10 @@ class Average(Callback):
 def train(
     rows: Tokenized,
     folder: Path,
-    *,
-    last_step: int | None = None,
-    average_class: type[Average] | None = Average,
+    *callbacks: Callback,
     optimizer_class: Callable[..., torch.optim.Optimizer] = Odd,
-) -> Average | None:
-    """Train four steps, with an average of the weights and a registered module.
-
-    Args:
-        rows: the rows to train on.
-        folder: the folder of the run.
-        last_step: the step after which the average stops the run, if any.
-        average_class: the class of the average; ``None`` for a run without one.
-        optimizer_class: makes the optimizer from the parameters of the model.
-
-    Returns:
-        The average.
-    """
+) -> None:
+    """Train four steps, with a registered module besides the optimizer and the callbacks."""
     settings = dataclasses.replace(
         THREE_STEPS,
         optim=dataclasses.replace(THREE_STEPS.optim, max_steps=4),
@@ -99,12 +81,6 @@ def train(
     bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
     optimizer = optimizer_class(model.parameters())
 
-    average = None
-    callbacks = []
-    if average_class is not None:
-        average = average_class(model, last_step)
-        callbacks.append(average)
-
     opened_run = lt.open_run(
         accelerator, settings, rows, bundle=bundle, optimizer=optimizer, callbacks=callbacks
     )
@@ -112,7 +88,6 @@ def train(
         batches, _ = lt.loaders(run)
         accelerator.register_for_checkpointing(nn.LayerNorm(2))
         lt.train(run, *accelerator.prepare(model, optimizer, batches))
-    return average
 
 
 def last_digest(folder: Path) -> str:
@@ -120,13 +95,13 @@ def last_digest(folder: Path) -> str:
 
 
 def test_a_resumed_run_has_the_same_states_bit_for_bit(rows: Tokenized, tmp_path: Path) -> None:
-    uninterrupted = train(rows, tmp_path / "uninterrupted")
+    uninterrupted = Average()
+    train(rows, tmp_path / "uninterrupted", uninterrupted)
 
-    train(rows, tmp_path / "run", last_step=2)
-    resumed = train(rows, tmp_path / "run")
+    train(rows, tmp_path / "run", Average(), StopAfter(2))
+    resumed = Average()
+    train(rows, tmp_path / "run", resumed)
 
-    assert uninterrupted is not None
-    assert resumed is not None
     assert resumed.steps == uninterrupted.steps == 4
     assert uninterrupted.mean
     for name, mean in uninterrupted.mean.items():
@@ -135,58 +110,46 @@ def test_a_resumed_run_has_the_same_states_bit_for_bit(rows: Tokenized, tmp_path
     assert part_names(tmp_path / "run/checkpoints/step-00000004") == ["Average", "LayerNorm"]
 
 
-def test_the_state_of_a_part_that_is_gone_is_not_used_and_no_damage(
-    rows: Tokenized, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(rows, tmp_path / "run", last_step=2)
+class GivenState(Callback):
+    """A callback with a given state, which it cannot load. It has the name of the average."""
 
-    train(rows, tmp_path / "run", average_class=None)
-
-    output = capsys.readouterr().out
-    assert "the state of Average in " in output
-    assert "is not used: this run has no such part" in output
-    assert "damaged" not in output
-
-
-class StatelessAverage(Average):
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-
-def test_the_log_says_that_a_new_part_starts_without_a_state(
-    rows: Tokenized, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(rows, tmp_path / "run", last_step=2, average_class=StatelessAverage)
-    assert part_names(tmp_path / "run/checkpoints/step-00000002") == ["LayerNorm"]
-    assert "starts without a state" not in capsys.readouterr().out
-
-    train(rows, tmp_path / "run")
-
-    assert "Average starts without a state: " in capsys.readouterr().out
-
-
-class BrokenAverage(Average):
-    """A part that cannot load its state. It has the name of the part that has saved it."""
-
+    fingerprint = None
     name = "Average"
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise KeyError("mean of the tail")
 
 
-def test_a_part_that_cannot_load_its_state_is_named(rows: Tokenized, tmp_path: Path) -> None:
-    train(rows, tmp_path / "run", last_step=2)
+def test_a_state_without_its_part_or_a_part_without_a_state_is_no_damage_and_noted(
+    rows: Tokenized, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(rows, tmp_path / "gone", Average(), StopAfter(2))
+    train(rows, tmp_path / "gone")
+    output = capsys.readouterr().out
+    assert "the state of Average in " in output
+    assert "damaged" not in output
 
-    with pytest.raises(UserError, match=r"Average cannot load its state from .*Average \(KeyErr"):
-        train(rows, tmp_path / "run", average_class=BrokenAverage)
+    train(rows, tmp_path / "new", GivenState({}), StopAfter(2))
+    assert part_names(tmp_path / "new/checkpoints/step-00000002") == ["LayerNorm"]
+    assert "starts without a state" not in capsys.readouterr().out
+    train(rows, tmp_path / "new", Average())
+    assert "Average starts without a state: " in capsys.readouterr().out
+
+
+def test_a_part_that_cannot_load_its_state_is_named(rows: Tokenized, tmp_path: Path) -> None:
+    train(rows, tmp_path / "run", Average(), StopAfter(2))
+
+    with pytest.raises(UserError, match=r"Average cannot load its state from .*KeyError"):
+        train(rows, tmp_path / "run", GivenState({"steps": 1}))
 
 
 # --- the check after the first step
-
-
-def assert_at_most_one_log_entry(folder: Path) -> None:
-    """Assert that a run has ended in its first step; an evaluation may have come before it."""
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) <= 1
 
 
 class DequeOptimizer(Odd):
@@ -198,34 +161,30 @@ class DequeOptimizer(Odd):
             state["recent"] = [deque()]
 
 
+@pytest.mark.parametrize(
+    ("parts", "optimizer_class", "named"),
+    [
+        pytest.param([], DequeOptimizer, "transformer.wte.weight.recent[0]", id="optimizer"),
+        pytest.param(
+            [GivenState({"recent": deque()})],
+            functools.partial(torch.optim.SGD, lr=1e-2),
+            "Average keeps a deque in recent",
+            id="callback beside an optimizer without a state",
+        ),
+    ],
+)
 def test_a_state_that_cannot_be_stored_is_named_after_the_first_step(
-    rows: Tokenized, tmp_path: Path
+    parts: list[Callback],
+    optimizer_class: Callable[..., torch.optim.Optimizer],
+    named: str,
+    rows: Tokenized,
+    tmp_path: Path,
 ) -> None:
-    path = re.escape("transformer.wte.weight.recent[0]")
-    message = f"the optimizer DequeOptimizer keeps a deque in {path}, which"
+    with pytest.raises(UserError, match=re.escape(named)):
+        train(rows, tmp_path / "run", *parts, optimizer_class=optimizer_class)
 
-    with pytest.raises(UserError, match=message):
-        train(rows, tmp_path / "run", optimizer_class=DequeOptimizer)
-
-    assert_at_most_one_log_entry(tmp_path / "run")
-
-
-class DequeAverage(Average):
-    """A part whose state a checkpoint cannot hold."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"recent": deque()}
-
-
-def test_states_are_checked_after_the_first_step_even_if_the_optimizer_has_none(
-    rows: Tokenized, tmp_path: Path
-) -> None:
-    sgd = functools.partial(torch.optim.SGD, lr=1e-2)
-
-    with pytest.raises(UserError, match="DequeAverage keeps a deque in recent, which"):
-        train(rows, tmp_path / "run", average_class=DequeAverage, optimizer_class=sgd)
-
-    assert_at_most_one_log_entry(tmp_path / "run")
+    # An evaluation may have come before the step.
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) <= 1
 
 
 def test_states_are_checked_once_after_the_first_step_that_was_not_skipped() -> None:
@@ -281,12 +240,15 @@ def small_training(weight_decay: float = 0.1) -> SmallTraining:
 
 
 def test_tensors_keep_their_dtypes_and_other_values_their_types() -> None:
-    saved = small_training()
+    saved = small_training(weight_decay=0.1)
     saved.make_step()
     structure, tensors = saved.state.flatten()
     assert {"weight.moment", "weight.codes", "weight[0].list[0]"} < tensors.keys()
 
-    resumed = small_training()
+    resumed = small_training(weight_decay=0.2)
+    [group] = resumed.optimizer.param_groups
+    learning_rate = torch.tensor(0.5)
+    group["lr"] = learning_rate
     resumed.state.restore(structure, tensors.items())
 
     state = resumed.optimizer.state[resumed.model.weight]
@@ -296,18 +258,7 @@ def test_tensors_keep_their_dtypes_and_other_values_their_types() -> None:
     assert resumed.optimizer.state["global"] == {"steps": 1, "seen": {1, 2}}
     assert resumed.optimizer.entries == {"name": "odd", "inner": {"count": 1, "function": len}}
 
-
-def test_a_resumed_group_has_new_settings_and_the_count_of_the_checkpoint() -> None:
-    saved = small_training(weight_decay=0.1)
-    saved.make_step()
-    structure, tensors = saved.state.flatten()
-
-    resumed = small_training(weight_decay=0.2)
-    [group] = resumed.optimizer.param_groups
-    learning_rate = torch.tensor(0.5)
-    group["lr"] = learning_rate
-    resumed.state.restore(structure, tensors.items())
-
+    # The group has the settings of this start, and the count of the checkpoint.
     [restored_group] = resumed.optimizer.param_groups
     assert restored_group["step"] == 1
     assert restored_group["decay"] == 0.2
@@ -323,10 +274,7 @@ def test_another_optimizer_starts_without_a_state(capsys: pytest.CaptureFixture[
     OptimizerState(saved.model, adamw).restore(structure, tensors.items())
 
     assert not adamw.state
-    assert (
-        "the state of the optimizer Odd for weights in bfloat16; AdamW for weights in bfloat16 "
-        "starts without a state"
-    ) in capsys.readouterr().out
+    assert "AdamW for weights in bfloat16 starts without a state" in capsys.readouterr().out
 
 
 def test_a_state_for_weights_of_another_dtype_is_not_restored() -> None:
