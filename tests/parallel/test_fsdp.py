@@ -34,20 +34,19 @@ def hsdp(replicas: int, shards: int) -> dict[str, str]:
     }
 
 
+OFFLOAD = {"FSDP_OFFLOAD_PARAMS": "true"}
+
+
 @pytest.mark.parametrize(
     ("environment", "processes", "expected"),
     [
-        pytest.param({}, 4, None, id="no FSDP"),
-        pytest.param(FSDP2, 1, None, id="FSDP2 on one process"),
-        pytest.param(FSDP2, 4, Sharding(replicas=1, shards=4), id="FSDP2"),
-        pytest.param(
-            FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true"},
-            4,
-            Sharding(replicas=1, shards=4, cpu_offload=True),
-            id="offload",
-        ),
-        pytest.param(hsdp(2, 2), 4, Sharding(replicas=2, shards=2), id="HSDP"),
+        ({}, 4, None),
+        (FSDP2, 1, None),
+        (FSDP2, 4, Sharding(replicas=1, shards=4)),
+        (FSDP2 | OFFLOAD, 4, Sharding(replicas=1, shards=4, cpu_offload=True)),
+        (hsdp(2, 2), 4, Sharding(replicas=2, shards=2)),
     ],
+    ids=["no FSDP", "FSDP2 on one process", "FSDP2", "offload", "HSDP"],
 )
 def test_a_config_asks_for_replicas_and_shards(
     environment: dict[str, str], processes: int, expected: Sharding | None, request_sharding
@@ -57,80 +56,41 @@ def test_a_config_asks_for_replicas_and_shards(
 
 @pytest.mark.parametrize("processes", [1, 4])
 @pytest.mark.parametrize(
-    "environment",
-    [
-        pytest.param(FSDP2, id="with FSDP2"),
-        # The launcher sets defaults of FSDP even if it is not used.
-        pytest.param({"FSDP_VERSION": "1"}, id="without FSDP"),
-    ],
+    "fsdp", [FSDP2, {"FSDP_VERSION": "1"}], ids=["with FSDP2", "defaults of the launcher"]
 )
 def test_tensor_parallelism_is_refused_with_fsdp2_as_the_remedy(
-    environment: dict[str, str], processes: int, request_sharding
+    fsdp: dict[str, str], processes: int, request_sharding
 ) -> None:
     tensor_parallel = {
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
         "PARALLELISM_CONFIG_TP_SIZE": "2",
     }
 
-    message = r"has tp_size 2, but tensor parallelism is not supported; .* FSDP2 .*fsdp2\.yaml"
-    with pytest.raises(UserError, match=message):
-        request_sharding(processes, environment | tensor_parallel)
+    with pytest.raises(UserError, match=r"tp_size 2, .*fsdp2\.yaml"):
+        request_sharding(processes, fsdp | tensor_parallel)
+
+
+WITHOUT_FSDP = {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        pytest.param(
-            {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"},
-            "without FSDP; see .*hsdp.yaml",
-            id="parallelism config without FSDP",
-        ),
-        pytest.param(
-            {"FSDP_VERSION": "1"},
-            "has fsdp_version 1, which is not supported; set fsdp_version: 2",
-            id="FSDP1",
-        ),
-        pytest.param(
-            {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"},
-            "fsdp_auto_wrap_policy SIZE_BASED_WRAP; leave it out",
-            id="wrap policy",
-        ),
-        pytest.param(
-            {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"},
-            "fsdp_transformer_layer_cls_to_wrap Block; leave it out",
-            id="class to wrap",
-        ),
-        pytest.param(
-            {"FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"},
-            "FULL_SHARD, which is a value of FSDP 1; write true or false",
-            id="value of FSDP1",
-        ),
-        pytest.param(
-            {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"},
-            "fsdp_activation_checkpointing_offload true, which is not",
-            id="checkpointing offload",
-        ),
-        pytest.param(
-            {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
-            "use --gradient_checkpointing",
-            id="activation checkpointing",
-        ),
-        pytest.param(
-            {"PARALLELISM_CONFIG_CP_SIZE": "2"},
-            "cp_size 2: rows are not sharded over processes",
-            id="context parallelism",
-        ),
-        pytest.param(
-            hsdp(2, 3),
-            r"2 replicas .* of 3 processes .*, but 4 processes were started",
-            id="another number of processes",
-        ),
+        (WITHOUT_FSDP, r"without FSDP; see .*hsdp\.yaml"),
+        ({"FSDP_VERSION": "1"}, "fsdp_version 1"),
+        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "fsdp_auto_wrap_policy"),
+        ({"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}, "fsdp_transformer_layer_cls_to_wrap"),
+        ({"FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"}, "FULL_SHARD"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, "checkpointing_offload true"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use --gradient_checkpointing"),
+        ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "cp_size 2"),
+        (hsdp(2, 3), "2 replicas .* of 3 processes .* 4 processes"),
     ],
 )
 def test_settings_that_are_not_supported_are_refused(
-    changes: dict[str, str], message: str, request_sharding
+    changes: dict[str, str], named: str, request_sharding
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=named):
         request_sharding(4, FSDP2 | changes)
 
 

@@ -15,9 +15,8 @@ from llmtrain.devices import bytes_per_second, get_device, known_device
 from llmtrain.errors import UserError
 from llmtrain.interfaces.objective import Objective
 from llmtrain.models.config import GPTConfig, ModelConfig
-from llmtrain.models.gpt import GPT, LayerNorm
+from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
-from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.sharding import Sharding
@@ -54,14 +53,6 @@ def memory(
 
 
 # --- weights, gradients and the states of optimizers
-
-
-def test_two_shards_hold_half_of_the_weights_each() -> None:
-    """The first dimension of every parameter is even."""
-    two_shards = memory().bytes_of(Sharding(replicas=1, shards=2), rows=4, accumulation=1)
-    one_process = memory().bytes_of(ONE_PROCESS, rows=4, accumulation=1)
-
-    assert two_shards.weights == one_process.weights / 2
 
 
 @pytest.mark.parametrize(
@@ -179,27 +170,6 @@ def activations_of(config: GPTConfig) -> ActivationBytes:
     return count_activations(recipe.model, recipe.objective, MicroBatch(2, POSITIONS))
 
 
-def test_every_block_keeps_the_same_number_of_bytes() -> None:
-    deep = activations_of(GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32))
-    shallow = activations_of(GPTConfig(n_layer=4, n_head=4, n_embd=64, block_size=32))
-
-    assert deep.blocks == 6
-    assert deep.peak.total - shallow.peak.total == pytest.approx(2 * deep.per_block)
-
-
-def test_a_layer_norm_on_a_gpu_keeps_what_that_of_torch_keeps() -> None:
-    def bytes_per_block(norm: type[nn.LayerNorm]) -> float:
-        model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=64, block_size=32), vocab_size=64)
-        for block in model.transformer.h:
-            block.ln_1 = norm(64)
-            block.ln_2 = norm(64)
-        names = frozenset(name for name, _ in model.named_parameters())
-        batch = MicroBatch(2, POSITIONS, bf16=True, weights_in_bf16=names, on_gpu=True)
-        return count_activations(model, Objective(), batch).per_block
-
-    assert bytes_per_block(LayerNorm) == bytes_per_block(nn.LayerNorm)
-
-
 def test_a_block_that_is_recomputed_keeps_only_its_input() -> None:
     config = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32, gradient_checkpointing=True)
 
@@ -260,43 +230,6 @@ def test_counting_leaves_a_model_unchanged_and_copies_no_weights(
         assert torch.equal(parameter, weights[name])
     assert len(model.transformer.h) == 6
     assert model.base_model.recompute_every == 0
-
-
-class ThreeLinearBlocks(nn.Module):
-    """An embedding, three blocks that keep only their input, and a head."""
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 16)
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.head = nn.Linear(16, 50, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).sum()
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_activations_of_a_small_model_are_those_it_keeps(tied: bool) -> None:
-    with torch.device("meta"):
-        model = make_trainable(ThreeLinearBlocks(tied))
-
-    counted = count_activations(model, Objective(), MicroBatch(2, 7))
-
-    input_of_block = 4 * 2 * 8 * 16  # float32, two rows of 8 tokens
-    assert counted.per_block == input_of_block
-    assert counted.before_blocks == input_of_block
-    gradient = 4 * 50 * 16  # of the embedding
-    if tied:
-        # The gradients of both ends, and their sum.
-        end_of_backward = 3 * gradient
-    else:
-        end_of_backward = gradient + counted.before_blocks
-    assert counted.end_of_backward == pytest.approx(end_of_backward, abs=8)
 
 
 def test_the_activations_of_experts_are_those_that_autograd_saves(

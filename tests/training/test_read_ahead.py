@@ -2,37 +2,27 @@
 
 import threading
 from collections.abc import Callable, Generator, Iterable
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import GradientState
 from datasets import Dataset
 from torch import nn
 
 from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.interfaces.batches import LocalBatch
-from llmtrain.training import loop
 from llmtrain.training.read_ahead import read_ahead, read_batches
-from recipes import gpt
 from tests.engines import engine_of
-from tests.launching import TINY
 
 ROWS = Dataset.from_dict({"input_ids": [[row] * 5 for row in range(12)]})
 STEPS = 3
 
 
-def prepared_loader(accelerator: Accelerator, first_step: int = 0) -> DataLoaderShard:
-    """Return a loader of the steps from ``first_step`` on, with the rows in their stored order."""
-    loader = train_loader(
-        ROWS,
-        global_batch_size=4,
-        micro_batch=2,
-        steps=range(first_step, STEPS),
-        seed=None,
-    )
+def prepared_loader(accelerator: Accelerator) -> DataLoaderShard:
+    """Return a loader with the rows in their stored order."""
+    loader = train_loader(ROWS, global_batch_size=4, micro_batch=2, steps=range(STEPS), seed=None)
     return accelerator.prepare(loader)
 
 
@@ -56,27 +46,25 @@ def test_items_come_in_their_order_and_the_last_one_is_known(count: int) -> None
     assert not reading_threads()
 
 
-def test_batches_are_those_of_the_loader_in_its_order(accelerator: Accelerator) -> None:
+def test_batches_are_those_of_the_loader_while_each_is_the_current_one(
+    accelerator: Accelerator,
+) -> None:
+    state = accelerator.gradient_state
+    loader = prepared_loader(accelerator)
+    eval_batches = accelerator.prepare(eval_loader(ROWS, processes=1, micro_batch=4))
     expected = rows_of(prepared_loader(accelerator))
     assert len(expected) == STEPS
-
-    assert rows_of(read_as_the_loop(accelerator, prepared_loader(accelerator))) == expected
-
-
-def test_a_loader_without_further_steps_has_no_batches(accelerator: Accelerator) -> None:
-    loader = prepared_loader(accelerator, first_step=STEPS)
-
-    assert rows_of(read_as_the_loop(accelerator, loader)) == []
-
-
-def test_batches_are_on_the_device_that_prepare_chose(accelerator: Accelerator) -> None:
-    loader = prepared_loader(accelerator)
     loader.device = torch.device("meta")  # stands for a GPU
 
-    batches = list(read_as_the_loop(accelerator, loader))
+    for step, batch in enumerate(read_as_the_loop(accelerator, loader), start=1):
+        assert batch.columns["input_ids"].is_meta
+        assert state.active_dataloader is loader
+        assert state.end_of_dataloader == (step == STEPS)
+        for _ in eval_batches:  # an evaluation
+            assert state.active_dataloader is eval_batches
 
-    assert len(batches) == STEPS
-    assert all(batch.columns["input_ids"].is_meta for batch in batches)
+    assert not state.in_dataloader
+    assert rows_of(read_as_the_loop(accelerator, prepared_loader(accelerator))) == expected
 
 
 # --- the gradient state of Accelerate
@@ -106,23 +94,6 @@ def test_only_the_main_thread_changes_the_gradient_state(
 
     main_thread = threading.main_thread().name
     assert changing_threads == [main_thread, main_thread]
-
-
-def test_the_gradient_state_is_that_of_the_current_batch(accelerator: Accelerator) -> None:
-    state = accelerator.gradient_state
-    loader = prepared_loader(accelerator)
-    eval_batches = accelerator.prepare(eval_loader(ROWS, processes=1, micro_batch=4))
-
-    ends: list[bool] = []
-    for _ in read_as_the_loop(accelerator, loader):
-        assert state.active_dataloader is loader
-        ends.append(state.end_of_dataloader)
-
-        for _ in eval_batches:  # an evaluation
-            assert state.active_dataloader is eval_batches
-
-    assert ends == [False, False, True]
-    assert not state.in_dataloader
 
 
 # --- the end of reading
@@ -163,28 +134,3 @@ def test_an_error_while_reading_ahead_is_raised_where_the_batch_is_used(
 
     assert not reading_threads()
     assert not accelerator.gradient_state.in_dataloader
-
-
-def test_a_run_that_fails_leaves_no_thread_that_reads_ahead(
-    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class PlantedError(Exception):
-        """Stands for any error in a step."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise PlantedError
-
-    monkeypatch.setattr(loop, "train_step", fail)
-    flags = f"--dataset {text_file} --output_dir {tmp_path}/run".split()
-
-    try:
-        with pytest.raises(PlantedError) as failure:
-            gpt.main([*TINY, *flags])
-
-        # The traceback keeps the frames of the loop alive, as a notebook would.
-        assert failure.tb is not None
-        assert not reading_threads()
-        assert not GradientState().in_dataloader
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()

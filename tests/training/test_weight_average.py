@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,45 +50,25 @@ def exponential(decay: float) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("average", "shares"),
+    ("options", "shares"),
     [
-        (lt.WeightAverage(decay=0.75), exponential(0.75)),
-        (lt.WeightAverage(decay=0.0), [0.0] * 11 + [1.0]),
-        (lt.WeightAverage(tail=0.25), [0.0] * 9 + [1 / 3] * 3),
-        (lt.WeightAverage(tail=0.2), [0.0] * 9 + [1 / 3] * 3),  # 2.4 steps, rounded up
-        (lt.WeightAverage(tail=1.0), [1 / 12] * 12),
+        ({"decay": 0.75}, exponential(0.75)),
+        ({"decay": 0.0}, [0.0] * 11 + [1.0]),
+        ({"tail": 0.2}, [0.0] * 9 + [1 / 3] * 3),  # 2.4 steps, rounded up
+        ({"tail": 1.0}, [1 / 12] * 12),
     ],
-    ids=["decay", "no decay", "tail", "a fraction of a step", "all steps"],
+    ids=["decay", "no decay", "tail", "all steps"],
 )
-def test_the_average_is_that_of_its_formula(
-    average: lt.WeightAverage, shares: list[float], train_gpt: Callable[..., Run]
+def test_the_average_is_that_of_its_formula_in_each_run(
+    options: dict[str, float], shares: list[float], train_gpt: Callable[..., Run]
 ) -> None:
-    weights = Weights()
-    train_gpt(callbacks=[weights, average])
-    expected = weights.mean(shares)
-    for name, value in average.state_dict()["average"].items():
-        torch.testing.assert_close(value.double(), expected[name], rtol=1e-6, atol=1e-7)
-
-
-def test_an_average_that_is_used_again_begins_anew(train_gpt: Callable[..., Run]) -> None:
-    average = lt.WeightAverage(decay=0.75)
-    train_gpt(callbacks=[average], resume="never")
-    first = {name: value.clone() for name, value in average.state_dict()["average"].items()}
-    train_gpt(callbacks=[average], resume="never")
-    for name, value in average.state_dict()["average"].items():
-        assert torch.equal(value, first[name]), name
-
-
-def test_a_skipped_step_is_not_averaged() -> None:
-    model = torch.nn.Linear(1, 1)
-    average = lt.WeightAverage(decay=0.5)
-    average.setup(SimpleNamespace(model=model, max_steps=2))
-    skipped = SimpleNamespace(grad_norm=float("nan"), is_skipped=torch.tensor(True))
-    average.on_step_end(None, skipped, StepInfo(1, is_last=False, should_stop=False))
-    average.on_step_result(1, skipped)
-    state = average.state_dict()
-    assert state["steps"] == 0
-    assert not state["average"]["weight"].any()
+    average = lt.WeightAverage(**options)
+    for _ in range(2):
+        weights = Weights()
+        train_gpt(callbacks=[weights, average], resume="never")
+        expected = weights.mean(shares)
+        for name, value in average.state_dict()["average"].items():
+            torch.testing.assert_close(value.double(), expected[name], rtol=1e-6, atol=1e-7)
 
 
 def test_the_average_is_evaluated_and_exported_and_the_weights_stay(
@@ -135,20 +114,18 @@ def test_the_average_is_exported_after_the_save_in_the_background(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        ({}, "needs either decay"),
-        ({"decay": 0.9, "tail": 0.1}, "needs either decay"),
-        ({"decay": 1.0}, "decay 1.0 must be at least 0 and below 1"),
-        ({"tail": 0.0}, "tail 0.0 must be above 0 and at most 1"),
-        ({"decay": 0.9, "folder": "model"}, "folder 'model' must be the name of a new folder"),
-        ({"decay": 0.9, "folder": "metrics.jsonl"}, "folder 'metrics.jsonl' must be the name of a"),
-        ({"decay": 0.9, "folder": "xray"}, "folder 'xray' must be the name of a new folder"),
-        ({"decay": 0.9, "folder": "../average"}, "folder '../average' must be the name of a new"),
+        ({}, "decay"),
+        ({"decay": 0.9, "tail": 0.1}, "decay"),
+        ({"decay": 1.0}, r"decay 1\.0"),
+        ({"tail": 0.0}, r"tail 0\.0"),
+        ({"decay": 0.9, "folder": "metrics.jsonl"}, "folder 'metrics.jsonl'"),
+        ({"decay": 0.9, "folder": "../average"}, "folder '../average'"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
         lt.WeightAverage(**arguments)
 
 
