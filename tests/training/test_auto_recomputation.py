@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 
 import llmtrain as lt
-from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.devices import RESERVED_MEMORY
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.callback import StepInfo
@@ -28,6 +27,7 @@ from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
 from recipes import finetune, gpt
 from tests.launching import read_json
+from tests.models.small_models import byte_tokenizer
 from tests.models.some_rows import SomeRows
 
 # Bytes of a GPU's memory.
@@ -65,7 +65,6 @@ class Chooser:
         """
         self.monkeypatch.setattr(auto_recomputation, "usable_bytes", lambda _: memory)
         torch.manual_seed(0)
-        tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
         self.settings = finetune.Settings(
             model=lt.ModelConfig(
                 from_config="llama",
@@ -79,7 +78,7 @@ class Chooser:
             parallel=lt.ParallelConfig(bitwise=bitwise),
         )
         bundle = load_model(
-            self.settings.model, lora=None, rows=SomeRows(tokenizer), seed=0, precision="no"
+            self.settings.model, lora=None, rows=SomeRows(byte_tokenizer()), seed=0, precision="no"
         )
         if objective is not None:
             bundle.objective = objective
@@ -122,9 +121,6 @@ def test_counting_the_memory_draws_no_random_numbers(chooser: Chooser) -> None:
     chooser.choose(None)  # on a CPU, nothing is counted
     expected = torch.rand(3)
 
-    chooser.choose(AMPLE)
-    assert torch.equal(torch.rand(3), expected)
-
     chooser.choose(SCARCE)
     assert torch.equal(torch.rand(3), expected)
 
@@ -132,12 +128,10 @@ def test_counting_the_memory_draws_no_random_numbers(chooser: Chooser) -> None:
 @pytest.mark.parametrize(
     ("memory", "flags", "every"),
     [
-        pytest.param(SCARCE, {"gradient_checkpointing": False}, 0, id="off"),
-        pytest.param(AMPLE, {"gradient_checkpointing": True}, 1, id="on"),
-        pytest.param(SCARCE, {"bitwise": True}, 0, id="bitwise"),
-        pytest.param(
-            AMPLE, {"bitwise": True, "gradient_checkpointing": True}, 1, id="bitwise and on"
-        ),
+        (SCARCE, {"gradient_checkpointing": False}, 0),
+        (AMPLE, {"gradient_checkpointing": True}, 1),
+        (SCARCE, {"bitwise": True}, 0),
+        (AMPLE, {"bitwise": True, "gradient_checkpointing": True}, 1),
     ],
 )
 def test_the_memory_does_not_matter_if_a_flag_decides(

@@ -10,17 +10,17 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
-from llmtrain.training import callbacks, compiling
+from llmtrain.training import compiling
 from llmtrain.training.callbacks import WarmUp
 from llmtrain.training.compiling import compile_blocks, eager_code, is_worth_compiling
 from tests.engines import engine_of
 from tests.launching import long_form
+from tests.models.small_models import byte_tokenizer
 from tests.models.some_rows import SomeRows
 
 IDS = torch.randint(50, (3, 17), generator=torch.Generator().manual_seed(0))
@@ -59,25 +59,18 @@ def test_auto_compiles_a_long_run_on_a_gpu(
     assert is_worth_compiling(torch.device(device), steps, shapes) is expected
 
 
-@pytest.fixture
-def should_compile(monkeypatch: pytest.MonkeyPatch):
-    """A function that makes the choice of a long run."""
-    monkeypatch.setattr(callbacks, "is_worth_compiling", lambda *_, **__: True)
-
-    def should_compile(
-        device: str, *, mode: str, bitwise: bool, earlier_choice: bool | None
-    ) -> bool:
-        settings = SimpleNamespace(
-            parallel=SimpleNamespace(torch_compile=mode, bitwise=bitwise),
-            optim=SimpleNamespace(max_steps=10),
-        )
-        status = SimpleNamespace(compiled=earlier_choice)
-        run = SimpleNamespace(settings=settings, status=status, step=0)
-        engine = SimpleNamespace(device=torch.device(device))
-        context: Any = SimpleNamespace(run=run, engine=engine)
-        return WarmUp(context)._should_compile(shapes=1)
-
-    return should_compile
+def should_compile(device: str, *, mode: str, bitwise: bool, earlier_choice: bool | None) -> bool:
+    """Make the choice of a run that is long enough."""
+    settings = SimpleNamespace(
+        parallel=SimpleNamespace(torch_compile=mode, bitwise=bitwise),
+        optim=SimpleNamespace(max_steps=10**9),
+    )
+    run = SimpleNamespace(
+        settings=settings, status=SimpleNamespace(compiled=earlier_choice), step=0
+    )
+    engine = SimpleNamespace(device=torch.device(device))
+    context: Any = SimpleNamespace(run=run, engine=engine)
+    return WarmUp(context)._should_compile(shapes=1)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +85,7 @@ def should_compile(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_a_resumed_run_keeps_its_choice_unless_the_flag_decides(
-    mode: str, earlier_choice: bool | None, bitwise: bool, expected: bool, should_compile
+    mode: str, earlier_choice: bool | None, bitwise: bool, expected: bool
 ) -> None:
     options = {"mode": mode, "bitwise": bitwise, "earlier_choice": earlier_choice}
 
@@ -196,11 +189,10 @@ def test_all_blocks_share_one_graph_in_every_step(counter: GraphCounter) -> None
 
 
 def test_packed_rows_share_one_graph_wherever_documents_begin(counter: GraphCounter) -> None:
-    tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
     bundle = load_model(
         ModelConfig(from_config="llama", max_length=64),
         lora=None,
-        rows=SomeRows(tokenizer, is_packed=True),
+        rows=SomeRows(byte_tokenizer(), is_packed=True),
         seed=0,
         precision="no",
     )
@@ -208,15 +200,12 @@ def test_packed_rows_share_one_graph_wherever_documents_begin(counter: GraphCoun
     model = bundle.model.train()
     compiling._compile(model, counter)
 
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        second_document = int(torch.randint(2, 60, (), generator=generator))
+    ids = torch.arange(2 * 65).view(2, 65)
+    for second_document in range(3, 60, 5):
         positions = [torch.arange(second_document), torch.arange(65 - second_document)]
-        ids = torch.randint(200, (2, 65), generator=generator)
-        is_target = torch.rand(2, 65, generator=generator) < 0.5
         batch = {
             "input_ids": ids,
-            "labels": torch.where(is_target, ids, -100),
+            "labels": torch.where(ids % second_document == 1, ids, -100),
             "position_ids": torch.cat(positions).expand(2, -1),
         }
         model(**batch, **bundle.prepare_batch(batch)).backward()
@@ -224,18 +213,11 @@ def test_packed_rows_share_one_graph_wherever_documents_begin(counter: GraphCoun
     assert counter.graphs == 1
 
 
-@pytest.fixture
-def restored_recompile_limit() -> Iterator[None]:
-    limit = torch._dynamo.config.recompile_limit
-    yield
-    torch._dynamo.config.recompile_limit = limit
-
-
-@pytest.mark.usefixtures("restored_recompile_limit")
 def test_every_width_of_trimmed_rows_is_compiled(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, counter: GraphCounter
 ) -> None:
     """By default, torch compiles eight shapes, and runs eager code for all others."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     compile_with(monkeypatch, counter)
     widths = range(6, 18)
     engine = engine_of(accelerator, new_gpt())

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def hook_count(model: nn.Module) -> int:
     return on_modules + on_parameters
 
 
-def test_a_run_leaves_no_hooks_on_the_model_even_if_it_fails(
+def test_a_run_leaves_no_hooks_and_no_thread_even_if_it_fails(
     train: Callable, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = hook_count(model)
@@ -77,9 +78,13 @@ def test_a_run_leaves_no_hooks_on_the_model_even_if_it_fails(
     assert hook_count(model) == before
 
     monkeypatch.setattr(LoopContext, "settle", crash)
-    with pytest.raises(CrashError):
+    with pytest.raises(CrashError) as failure:
         train("second")
     assert hook_count(model) == before
+    # The traceback keeps the frames of the loop alive, as a notebook would.
+    assert failure.tb is not None
+    names = [thread.name for thread in threading.enumerate()]
+    assert not any(name.startswith("batches") for name in names), "one reads ahead"
 
 
 # --- calls of callbacks

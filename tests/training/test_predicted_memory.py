@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.devices import bytes_per_second, get_device, known_device
 from llmtrain.errors import UserError
 from llmtrain.interfaces.objective import Objective
@@ -30,6 +29,7 @@ from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.training.recomputation import Recomputation, least_recomputation
 from llmtrain.training.settings import OptimConfig
 from tests.families import OVERRIDES, rows_of
+from tests.models.small_models import byte_tokenizer
 
 CONFIG = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=32)
 VOCABULARY = 1000
@@ -235,9 +235,8 @@ def test_counting_leaves_a_model_unchanged_and_copies_no_weights(
 def test_the_activations_of_experts_are_those_that_autograd_saves(
     accelerator: Accelerator,
 ) -> None:
-    tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 32)
     config = ModelConfig(from_config="mixtral", config_overrides=OVERRIDES, max_length=32)
-    bundle = load_model(config, lora=None, rows=rows_of(tokenizer), seed=3, precision="no")
+    bundle = load_model(config, lora=None, rows=rows_of(byte_tokenizer(32)), seed=3, precision="no")
     counted = count_activations(bundle.model, bundle.objective, MicroBatch(2, POSITIONS))
 
     model = place(accelerator, bundle).model.train()

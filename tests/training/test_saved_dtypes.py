@@ -9,12 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from llmtrain.data import tokenizer as tok
 from llmtrain.errors import UserError
 from llmtrain.record.history import read_lines
 from llmtrain.training.run import Run
 from recipes import finetune
-from tests.models.small_models import tiny_llama
+from tests.models.small_models import byte_tokenizer, tiny_llama
 
 FOUR_STEPS = (
     "--max_length 32 --max_steps 4 --eval_steps 2 --global_batch_size 4 --warmup_steps 0 "
@@ -33,7 +32,7 @@ def make_base(tmp_path_factory: pytest.TempPathFactory) -> MakeBase:
     """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_llama())
-    tokenizer = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), 64)
+    tokenizer = byte_tokenizer()
 
     def make_base(dtype: str, changes: Mapping[str, torch.Tensor] | None = None) -> Path:
         folder = tmp_path_factory.mktemp(dtype)

@@ -53,11 +53,10 @@ def exponential(decay: float) -> list[float]:
     ("options", "shares"),
     [
         ({"decay": 0.75}, exponential(0.75)),
-        ({"decay": 0.0}, [0.0] * 11 + [1.0]),
         ({"tail": 0.2}, [0.0] * 9 + [1 / 3] * 3),  # 2.4 steps, rounded up
         ({"tail": 1.0}, [1 / 12] * 12),
     ],
-    ids=["decay", "no decay", "tail", "all steps"],
+    ids=["decay", "tail", "all steps"],
 )
 def test_the_average_is_that_of_its_formula_in_each_run(
     options: dict[str, float], shares: list[float], train_gpt: Callable[..., Run]
