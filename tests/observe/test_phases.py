@@ -90,10 +90,12 @@ def test_the_mean_seconds_of_each_phase_leave_out_the_first_step_and_saves(
         "other": 32.0,
     }
 
-    with watched.watching():
+    with watched.watching(first_step=5):
+        watched.begin("other", 5)
         # The last phase of the first step ends when the second step begins, so that it counts.
         first_step = dict.fromkeys(seconds, 100.0) | {"other": 0.0}
         make_step(watched, model, clock, first_step)
+        assert not watched.has_dropped_first_step
         for factor in (1, 3):
             longer = {phase: factor * value for phase, value in seconds.items()}
             make_step(watched, model, clock, longer)
@@ -101,24 +103,11 @@ def test_the_mean_seconds_of_each_phase_leave_out_the_first_step_and_saves(
     clock.advance(1000)
     watched.begin("data")
 
+    assert watched.has_dropped_first_step
     means = {phase: 2 * value for phase, value in seconds.items()}
     assert watched.read() == {**means, "forward": FORWARD_SECONDS, "exchange": 0.0}
     assert watched.read()["data"] == 0.0, "reading starts a new mean"
-    assert watched.step == 3
-
-
-def test_the_first_step_after_a_resume_does_not_count(clock: FakeClock) -> None:
-    watched = Phases(CPU, nn.Linear(2, 2))
-
-    with watched.watching(first_step=5):
-        for step, seconds in ((5, 10), (6, 1)):
-            for phase in ("data", "count", "optimizer"):
-                watched.begin(phase)
-            assert watched.has_dropped_first_step == (step > 5)
-            clock.advance(seconds)
-            watched.begin("other", step + 1)
-
-        assert watched.read()["optimizer"] == 1.0
+    assert watched.step == 5 + 3
 
 
 def test_only_a_pass_with_gradients_in_a_step_begins_its_phases(clock: FakeClock) -> None:
@@ -164,20 +153,9 @@ def test_the_exchange_begins_with_the_last_gradient_of_a_backward_that_syncs(
                 watched.begin("count", step)
                 model(torch.ones(1, 2)).sum().backward()
                 watched.begin("norm")
+    watched.stop_recording()
+    watched.begin("other")
 
     without_sync = ["count", "forward", "backward", "norm"]
     with_sync = ["count", "forward", "backward", "exchange", "norm"]
     assert [start.phase for start in starts] == (without_sync + with_sync) * 2
-
-
-def test_a_recording_has_the_phases_that_begin_until_it_is_stopped() -> None:
-    watched = Phases(CPU, nn.Linear(2, 2))
-
-    watched.begin("data")
-    starts = watched.record()
-    watched.begin("count")
-    watched.begin("norm")
-    watched.stop_recording()
-    watched.begin("other")
-
-    assert [start.phase for start in starts] == ["count", "norm"]

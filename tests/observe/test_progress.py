@@ -45,27 +45,18 @@ def test_a_log_file_gets_a_line_every_ten_seconds_and_no_frames(train) -> None:
     assert "\r" not in text
     lines = text.splitlines()
     assert len(lines) == 10
-    assert lines[0] == "step     14/50  loss 2.5000, 1,234 tokens/s, 01:48 left"
-    assert lines[-1] == "step     50/50  loss 2.5000, 1,234 tokens/s, 00:00 left"
+    assert re.match(r"step +14/50 .* 2\.5000, 1,234 tokens/s, 01:48 left", lines[0])
+    assert re.match(r"step +50/50 .* 00:00 left", lines[-1])
+    assert len(train(io.StringIO(), every_entry=True).splitlines()) == 40
 
 
-def test_a_log_file_gets_a_line_for_every_entry_on_request(train) -> None:
-    text = train(io.StringIO(), every_entry=True)
-
-    steps = [re.match(r"step +(\d+)/50", line)[1] for line in text.splitlines()]
-    assert steps == [str(step) for step in range(11, 51)]
-
-
-def test_a_terminal_gets_a_bar(train) -> None:
+def test_a_terminal_gets_a_bar_and_other_ranks_show_nothing(train) -> None:
     text = train(Terminal())
 
     assert "\rtraining:" in text
     assert "50/50" in text
-
-
-@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-def test_other_ranks_show_nothing(stream: type[io.StringIO], train) -> None:
-    assert train(stream(), shown=False) == ""
+    for stream in (Terminal(), io.StringIO()):
+        assert train(stream, shown=False) == ""
 
 
 def test_an_evaluation_is_a_line_on_stdout(

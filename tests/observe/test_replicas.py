@@ -71,10 +71,12 @@ def flip_two_signs(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("dtype", INTEGER_TYPES, ids=str)
-def test_equal_replicas_pass(dtype: torch.dtype) -> None:
+def test_equal_replicas_and_empty_shards_pass(dtype: torch.dtype) -> None:
     model = new_model(dtype)
+    empty = nn.Linear(8, 0)
 
     check_replicas(two_replicas(model, new_model(dtype)), model)
+    check_replicas(two_replicas(empty, empty), empty)
 
 
 @pytest.mark.parametrize("dtype", INTEGER_TYPES, ids=str)
@@ -93,49 +95,28 @@ def test_the_first_parameter_that_differs_is_named(
         check_replicas(two_replicas(model, other), model)
 
 
-def test_empty_shards_are_equal() -> None:
-    empty = nn.Linear(8, 0)
-
-    check_replicas(two_replicas(empty, empty), empty)
-
-
 # Ranks 0 and 2 hold the first half of a model, and ranks 1 and 3 hold the second half.
 FOUR_RANKS = Sharding(replicas=2, shards=2)
 
 
-def test_replicas_of_a_sharded_model_pass_if_all_shards_are_equal() -> None:
-    first = new_model(seed=0)
-    second = new_model(seed=1)
-
-    check_replicas(Ranks(FakeAccelerator([first, second, first, second], FOUR_RANKS)), first)
-
-
 @pytest.mark.parametrize(
     ("differing_rank", "message"),
-    [
-        pytest.param(2, r"1\.weight of rank 2 differs from rank 0's", id="first shard"),
-        pytest.param(3, r"1\.weight of rank 3 differs from rank 1's", id="second shard"),
-    ],
+    [(2, r"1\.weight of rank 2 differs from rank 0's"), (3, r"1\.weight of rank 3 .* rank 1's")],
 )
 def test_each_shard_is_compared_with_that_of_the_first_replica(
     differing_rank: int, message: str
 ) -> None:
     models = [new_model(seed=rank % 2) for rank in range(4)]
-    flip_a_bit(models[differing_rank])
+    check_replicas(Ranks(FakeAccelerator(models, FOUR_RANKS)), models[0])
 
+    flip_a_bit(models[differing_rank])
     with pytest.raises(UserError, match=message):
         check_replicas(Ranks(FakeAccelerator(models, FOUR_RANKS)), models[0])
 
 
-def test_ranks_that_build_equal_weights_pass_before_the_first_step() -> None:
-    model = new_model()
-
-    check_built_weights(two_replicas(model, new_model()), model)
-
-
 def test_ranks_that_build_different_weights_are_named_before_the_first_step() -> None:
     model = new_model(seed=0)
+    check_built_weights(two_replicas(model, new_model(seed=0)), model)
 
-    message = r"different initial weights, such as 0\.weight of rank 1\."
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"0\.weight of rank 1\."):
         check_built_weights(two_replicas(model, new_model(seed=1)), model)

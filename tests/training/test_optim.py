@@ -23,7 +23,6 @@ from llmtrain.models.gpt import GPT
 from llmtrain.models.gpt_family import build_gpt
 from llmtrain.training.muon import Muon
 from llmtrain.training.optim import (
-    MuonWithAdamW,
     decayed_parameters,
     hidden_matrices,
     is_made_by_flag,
@@ -284,23 +283,6 @@ def test_muon_computes_in_the_precision_of_the_gradients_or_in_bfloat16(
     assert relative_error(direction_of_step(matrix, parameter.grad)) < largest_error
     in_bfloat16 = direction_of_step(matrix, parameter.grad, dtype=torch.bfloat16)
     assert 1e-3 < relative_error(in_bfloat16) < 0.03
-
-
-def test_muon_may_have_several_groups_next_to_adamw() -> None:
-    fast, slow, head = random_matrices([(4, 4), (4, 4), (4, 4)])
-    muon = Muon([{"params": [fast]}, {"params": [slow], "lr": 0.01}], lr=0.1, weight_decay=0.0)
-    optimizer = MuonWithAdamW(muon, torch.optim.AdamW([head], lr=0.3))
-    optimizer.load_state_dict(optimizer.state_dict())  # which replaces the groups
-    fast_before = fast.detach().clone()
-    slow_before = slow.detach().clone()
-
-    optimizer.step()
-
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01, 0.3]
-    assert [*optimizer.state[fast]] == ["momentum_buffer"]
-    assert [*optimizer.state[slow]] == ["momentum_buffer"]
-    assert {"exp_avg", "exp_avg_sq"} <= {*optimizer.state[head]}
-    assert (fast - fast_before).norm() > 5 * (slow - slow_before).norm()
 
 
 # --- flags

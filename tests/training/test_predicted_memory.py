@@ -1,7 +1,6 @@
 """The memory of a run is predicted from the shapes of its model, which holds no weights."""
 
 import math
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,10 +22,9 @@ from llmtrain.training import activations
 from llmtrain.training.activations import ActivationBytes, MicroBatch, count_activations
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.optimizer_bytes import state_bytes
-from llmtrain.training.parameter_bytes import LocalParameter, Unit, bytes_per_parameter
+from llmtrain.training.parameter_bytes import LocalParameter, Unit
 from llmtrain.training.predicted_memory import Memory, RecipeModel
 from llmtrain.training.recipe_model import build_recipe_model
-from llmtrain.training.recomputation import Recomputation, least_recomputation
 from llmtrain.training.settings import OptimConfig
 from tests.families import OVERRIDES, rows_of
 from tests.models.small_models import byte_tokenizer
@@ -82,23 +80,6 @@ def test_the_predicted_bytes_are_those_of_a_step(
     assert predicted.weights == sum(p.nbytes for p in model.parameters())
     assert predicted.gradients == sum(p.grad.nbytes for p in model.parameters())
     assert predicted.optimizer == sum(tensor.nbytes for tensor in state_tensors)
-
-
-@pytest.mark.parametrize(
-    ("optim", "weight", "gradient", "moments", "compensation"),
-    [("adamw", 2, 2, 8, 2), ("muon", 2, 2, 4, 2)],
-)
-def test_the_bytes_per_number_of_a_matrix_in_bfloat16(
-    optim: str, weight: float, gradient: float, moments: float, compensation: float
-) -> None:
-    config = GPTConfig(n_layer=1, n_head=1, n_embd=1024, block_size=32)
-    predicted = memory(optim, dtype="bfloat16", config=config)
-    matrix = next(p for p in predicted.parameters if p.name == "transformer.h.0.mlp.c_fc.weight")
-
-    kinds = bytes_per_parameter([matrix], optim, predicted.has_bf16_weights)
-
-    expected = [weight, gradient, moments, compensation]
-    assert [*kinds.values()] == pytest.approx(expected, abs=1e-5)
 
 
 def test_moments_in_8_bits_are_sharded_by_rows() -> None:
@@ -191,28 +172,6 @@ def test_a_model_that_recomputes_some_blocks_is_composed_of_two_counts(
 
     assert composed.highest == counted.highest
     assert composed.end_of_backward == counted.end_of_backward
-
-
-def test_no_more_blocks_are_recomputed_than_memory_requires() -> None:
-    predicted = memory()
-    totals = [
-        predicted.bytes_of(ONE_PROCESS, rows=8, accumulation=4, every=every).total
-        for every in range(7)
-    ]
-
-    def least(device_bytes: float) -> Recomputation:
-        return least_recomputation(
-            predicted, ONE_PROCESS, rows=8, accumulation=4, device_bytes=device_bytes
-        )
-
-    from_most_to_least_memory = [0, 6, 3, 2, 1]
-    for every, next_every in pairwise(from_most_to_least_memory):
-        assert totals[every] > totals[next_every]
-    for every in from_most_to_least_memory:
-        assert least(totals[every]).every == every
-    assert least(totals[3] - 1).every == 2
-    assert least(1e6).every == 1
-    assert least(totals[2]).reason.startswith("3 of 6 blocks: the run needs ")
 
 
 def test_counting_leaves_a_model_unchanged_and_copies_no_weights(

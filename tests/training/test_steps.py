@@ -10,7 +10,6 @@ from llmtrain.config.command_line import parse
 from llmtrain.data.config import DataConfig
 from llmtrain.data.shuffle import Mixture
 from llmtrain.errors import UserError
-from llmtrain.launching.children import short_run_flags
 from llmtrain.training.settings import OptimConfig, Settings
 from llmtrain.training.steps import describe_steps, settle
 from recipes import finetune
@@ -207,14 +206,6 @@ def test_a_warmup_that_nobody_asked_for_never_fills_the_run(capsys: pytest.Captu
     assert settled("--max_steps", "1").optim.warmup_steps == 0
     assert settled("--max_steps", "21").optim.warmup_steps == 20
     assert settled("--max_steps", "1", "--warmup_steps", "0.5").optim.warmup_steps == 0
-
-
-@pytest.mark.parametrize("steps", [1, 5])
-def test_a_short_run_of_a_recipe_shortens_a_warmup_of_the_user(steps: int) -> None:
-    """As `llmtrain verify`, `xray` and `plan --calibrate` make them."""
-    words = [f"--{name}={value}" for name, value in short_run_flags(steps).items()]
-    settings = settled("--warmup_steps", "500", *words)
-    assert settings.optim.warmup_steps < settings.optim.max_steps == steps
 
 
 # --- whole runs
