@@ -1,4 +1,4 @@
-"""A new model gets its memory and its weights."""
+"""A new model gets its memory and its weights, and its repeated blocks are found."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -10,6 +10,9 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle, ModelFormat
+from llmtrain.models.config import GPTConfig
+from llmtrain.models.gpt import GPT
+from llmtrain.parallel.blocks import block_classes, blocks_of
 from llmtrain.parallel.placement import check_memory, place
 from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
 
@@ -31,21 +34,14 @@ def test_a_model_without_memory_gets_its_weights(
         weights_are_there.append(not model.weight.is_meta)
 
     weights = iter([("bias", torch.ones(3)), ("weight", weight)])
-    place(accelerator, ModelBundle(model, FILES, weights, check=check))
+    placed = place(accelerator, ModelBundle(model, FILES, weights, check=check))
 
+    assert placed.model is model
     assert torch.equal(model.weight, weight)
     for name, parameter in model.named_parameters():
         assert parameter is parameters_before[name], "an optimizer may hold it"
     assert weights_are_there == [True], "the check of the bundle comes last"
-    assert "Linear: 9 parameters, 6 of them trained (66.67%)" in capsys.readouterr().out
-
-
-def test_a_model_with_weights_keeps_them(accelerator: Accelerator) -> None:
-    model = nn.Linear(2, 3)
-    weight = model.weight.detach().clone()
-
-    assert place(accelerator, ModelBundle(model, FILES)).model is model
-    assert torch.equal(model.weight, weight)
+    assert "9 parameters, 6 of them trained (66.67%)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("sharding", [None, TWO_SHARDS], ids=["one process", "sharded"])
@@ -78,9 +74,58 @@ def test_a_gpu_that_is_too_small_is_an_error_before_the_weights_are_loaded(
     properties = SimpleNamespace(total_memory=1.9 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
-    message = r"needs at least 2\.0 GiB, but this GPU has 1\.9: 1\.0 GiB for weights"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"at least 2\.0 GiB, but this GPU has 1\.9"):
         check_memory(one_process, gpu, model)
 
     model.requires_grad_(False)
     check_memory(one_process, gpu, model)  # it has no gradients
+
+
+# --- layouts and registered objects
+
+
+@pytest.mark.parametrize(
+    ("sharding", "layout", "processes"),
+    [
+        (Sharding(replicas=2, shards=4), "2x4", 8),
+        (Sharding(replicas=1, shards=1, cpu_offload=True), "1x1", 1),
+    ],
+)
+def test_a_layout_is_replicas_times_shards(sharding: Sharding, layout: str, processes: int) -> None:
+    assert sharding.layout == layout
+    assert sharding.processes == processes
+
+
+def test_registered_objects_are_named_by_class_and_number() -> None:
+    accelerator = TrainingAccelerator(cpu=True)
+    accelerator.register_for_checkpointing(nn.Linear(1, 1))
+    accelerator.register_for_checkpointing(nn.Linear(1, 1), nn.Bilinear(1, 1, 1))
+
+    assert [part.name for part in accelerator.registered] == ["Linear", "Linear-2", "Bilinear"]
+    assert [*accelerator.registered[1].state_dict()] == ["weight", "bias"]
+    with pytest.raises(UserError, match="a list, which has no state_dict"):
+        accelerator.register_for_checkpointing([])
+    for method in ("register_save_state_pre_hook", "register_load_state_pre_hook"):
+        with pytest.raises(UserError, match=f"{method} has no effect here"):
+            getattr(accelerator, method)(object())
+
+
+# --- the repeated blocks of a model
+
+
+def test_blocks_are_the_classes_that_a_model_declares_or_its_longest_list() -> None:
+    declared = nn.Sequential(nn.Linear(2, 2), nn.Bilinear(2, 2, 2))
+    declared._no_split_modules = ["Bilinear", "Absent"]
+    assert block_classes(declared) == {"Bilinear"}
+
+    with torch.device("meta"):
+        gpt = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=8, block_size=8), 16)
+    assert block_classes(gpt) == {"Block"}
+    assert len(blocks_of(gpt)) == 2
+
+    # There are more experts than layers.
+    experts = nn.ModuleList(nn.Bilinear(1, 1, 1) for _ in range(9))
+    layers = nn.ModuleList(nn.ModuleDict({"experts": experts}) for _ in range(2))
+    assert block_classes(nn.ModuleDict({"layers": layers})) == {"ModuleDict"}
+
+    assert blocks_of(nn.Sequential(nn.Linear(2, 2))) == []

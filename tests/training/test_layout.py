@@ -36,23 +36,13 @@ def test_a_default_micro_batch_is_the_largest_that_divides_the_rows_of_a_rank(
     assert Layout.of(config, processes).micro_batch == micro_batch
 
 
-@pytest.mark.parametrize(
-    ("rows", "micro_batch", "processes", "banner"),
-    [
-        (64, 8, 2, "64 rows per step = 2 processes x 4 micro-batches x 8 rows"),
-        (64, 8, 1, "64 rows per step = 1 process x 8 micro-batches x 8 rows"),
-        (16, 8, 2, "16 rows per step = 2 processes x 1 micro-batch x 8 rows"),
-        (1, 1, 1, "1 row per step = 1 process x 1 micro-batch x 1 row"),
-    ],
-)
-def test_the_banner_shows_the_product(
-    rows: int, micro_batch: int, processes: int, banner: str
-) -> None:
-    assert str(layout_of(rows, micro_batch, processes)) == banner
+def test_the_banner_shows_the_product() -> None:
+    assert str(layout_of(64, 8, 2)) == "64 rows per step = 2 processes x 4 micro-batches x 8 rows"
+    assert str(layout_of(1, 1, 1)) == "1 row per step = 1 process x 1 micro-batch x 1 row"
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 6, 8, 12, 24])
-@pytest.mark.parametrize("micro_batch", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 64])
 def test_a_layout_computes_the_complete_batch_or_is_refused(
     processes: int, micro_batch: int
 ) -> None:
@@ -68,21 +58,7 @@ def test_a_layout_computes_the_complete_batch_or_is_refused(
     assert layout.processes * layout.accumulation * layout.micro_batch == 24
 
 
-@pytest.mark.parametrize(
-    ("rows", "micro_batch", "processes"), [(8, 64, 2), (8, 5, 2), (3, 2**40, 3)]
-)
-def test_a_micro_batch_is_not_larger_than_the_rows_of_a_process(
-    rows: int, micro_batch: int, processes: int
-) -> None:
-    layout = layout_of(rows, micro_batch, processes)
-
-    assert layout.accumulation == 1
-    assert layout.micro_batch == rows // processes
-
-
-@pytest.mark.parametrize(
-    ("rows", "processes"), [(64, 3), (7, 2), (2, 4), (1, 8), (100, 7), (17, 16)]
-)
+@pytest.mark.parametrize(("rows", "processes"), [(64, 3), (7, 2), (2, 4), (100, 7)])
 def test_the_error_for_rows_that_do_not_divide_names_values_that_work(
     rows: int, processes: int
 ) -> None:
@@ -92,14 +68,12 @@ def test_the_error_for_rows_that_do_not_divide_names_values_that_work(
     remedy = re.search(r"use ([\d or]+), or --num_processes (\d+)\.", message)
     assert remedy
     for other_rows in remedy[1].split(" or "):
-        layout = layout_of(int(other_rows), 1, processes)
-        assert layout.global_batch_size == int(other_rows)
+        assert layout_of(int(other_rows), 1, processes).global_batch_size == int(other_rows)
     assert layout_of(rows, 1, int(remedy[2])).processes <= processes
 
 
 @pytest.mark.parametrize(
-    ("rows", "micro_batch", "processes"),
-    [(64, 7, 2), (10, 4, 1), (13, 6, 1), (36, 5, 3), (62, 30, 2)],
+    ("rows", "micro_batch", "processes"), [(64, 7, 2), (10, 4, 1), (13, 6, 1), (62, 30, 2)]
 )
 def test_the_error_for_a_micro_batch_that_does_not_divide_names_values_that_work(
     rows: int, micro_batch: int, processes: int

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -44,14 +45,21 @@ def ragged_batch(rows: int = 8) -> Batch:
     return {"input_ids": ids, "labels": labels}
 
 
+def prepared(
+    accelerator: Accelerator, model: GPT, objective: Objective | None = None, **optim: float
+) -> tuple[Engine, Any]:
+    """Return an engine and an optimizer for the model."""
+    optimizer = make_optimizer(accelerator, model, OptimConfig(**optim))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return engine_of(accelerator, model, objective), optimizer
+
+
 def weights_after_steps(
     accelerator: Accelerator, model: GPT, batches: list[Batch], steps: int = 3
 ) -> tuple[list[float], torch.Tensor]:
     """Train a copy of the model; return the gradient norms and the weights."""
     model = copy.deepcopy(model)
-    optimizer = make_optimizer(accelerator, model, OptimConfig(learning_rate=1e-2))
-    model, optimizer = accelerator.prepare(model, optimizer)
-    engine = engine_of(accelerator, model)
+    engine, optimizer = prepared(accelerator, model, learning_rate=1e-2)
     results = [train_step(engine, optimizer, batches, max_grad_norm=0.5) for _ in range(steps)]
     norms = [result.grad_norm for result in results]
     return norms, torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -111,11 +119,9 @@ def test_the_step_is_that_of_plain_autograd(accelerator: Accelerator, model: GPT
 
 def test_the_result_of_a_step(accelerator: Accelerator, model: GPT) -> None:
     batch = ragged_batch()
-    optimizer = make_optimizer(accelerator, model, OptimConfig())
     expected_loss = model(**batch).item()
     expected_count = int(count_targets(batch["labels"]))
-    model, optimizer = accelerator.prepare(model, optimizer)
-    engine = engine_of(accelerator, model)
+    engine, optimizer = prepared(accelerator, model)
 
     result = train_step(engine, optimizer, split(batch, 4), max_grad_norm=1.0, stop_requested=True)
     assert float(result.sums.loss) == pytest.approx(expected_loss, rel=1e-6)
@@ -153,9 +159,7 @@ def test_an_objective_has_its_own_denominator_metrics_and_prepass(
     (2 * nll).backward()  # the number of rows cancels out
     expected_norm = torch.nn.utils.get_total_norm([p.grad for p in bare.parameters()])
 
-    optimizer = make_optimizer(accelerator, model, OptimConfig())
-    model, optimizer = accelerator.prepare(model, optimizer)
-    engine = engine_of(accelerator, model, ScaledRows())
+    engine, optimizer = prepared(accelerator, model, ScaledRows())
     result = train_step(engine, optimizer, split(batch, micro), max_grad_norm=1.0)
 
     rows = 6  # of eight: two have no target after the shift
@@ -175,12 +179,10 @@ def test_an_objective_has_its_own_denominator_metrics_and_prepass(
 def test_a_gradient_that_is_not_finite_makes_no_step(
     accelerator: Accelerator, model: GPT, poison: float
 ) -> None:
-    optimizer = make_optimizer(accelerator, model, OptimConfig())
     with torch.no_grad():
         model.transformer.ln_f.bias[0] = poison
     before = copy.deepcopy(model.state_dict())
-    model, optimizer = accelerator.prepare(model, optimizer)
-    engine = engine_of(accelerator, model)
+    engine, optimizer = prepared(accelerator, model)
 
     result = train_step(engine, optimizer, [ragged_batch()], max_grad_norm=1.0)
     assert not math.isfinite(result.grad_norm)
@@ -193,10 +195,8 @@ def test_a_gradient_that_is_not_finite_makes_no_step(
 def test_a_batch_without_any_target_changes_nothing_but_decay(
     accelerator: Accelerator, model: GPT
 ) -> None:
-    optimizer = make_optimizer(accelerator, model, OptimConfig(weight_decay=0.0))
     before = copy.deepcopy(model.state_dict())
-    model, optimizer = accelerator.prepare(model, optimizer)
-    engine = engine_of(accelerator, model)
+    engine, optimizer = prepared(accelerator, model, weight_decay=0.0)
     empty = {"input_ids": torch.zeros(2, 13, dtype=torch.long), "labels": torch.full((2, 13), -100)}
     assert train_step(engine, optimizer, [empty], max_grad_norm=1.0).target_tokens == 0
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -210,17 +210,15 @@ def test_a_model_in_data_parallel_is_refused(wrap, accelerator: Accelerator) -> 
         check_wrapping(accelerator, model)
 
 
-@pytest.mark.parametrize("every", [1, 3, 10, 100])
-def test_periodic_actions_are_due_at_their_multiples_and_at_the_end(every: int) -> None:
-    for step in range(1, 300):
-        info = StepInfo(step, is_last=False, should_stop=False)
-        assert info.is_due(every) == (step % every == 0)
-    assert StepInfo(7, is_last=True, should_stop=False).is_due(every), "at the end all is done"
+def test_periodic_actions_are_due_at_their_multiples_and_at_the_end_but_never_with_0() -> None:
+    steps = [StepInfo(step, is_last=False, should_stop=False) for step in range(1, 10)]
+    assert [info.step for info in steps if info.is_due(1)] == [*range(1, 10)]
+    assert [info.step for info in steps if info.is_due(3)] == [3, 6, 9]
+    assert not any(info.is_due(0) for info in steps)
 
-
-def test_an_action_with_a_period_of_zero_is_never_due() -> None:
-    assert not StepInfo(7, is_last=False, should_stop=False).is_due(0)
-    assert not StepInfo(7, is_last=True, should_stop=False).is_due(0)
+    last = StepInfo(7, is_last=True, should_stop=False)
+    assert last.is_due(100), "at the end all is done"
+    assert not last.is_due(0)
 
 
 def test_a_model_is_found_inside_the_wrappers_of_ddp_and_of_a_compiler(model: GPT) -> None:
