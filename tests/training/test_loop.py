@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +20,21 @@ from llmtrain.data.prepare import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
+from llmtrain.interfaces.model_bundle import ModelBundle, Recomputation
+from llmtrain.observe.throughput import Throughput
+from llmtrain.parallel.gradient_syncs import GradientSyncs
+from llmtrain.phase_names import PHASES
 from llmtrain.record.history import as_numbers, read_lines
 from llmtrain.training import periodic
+from llmtrain.training.callbacks import MemoryAdvice
 from llmtrain.training.checks import check_wrapping
 from llmtrain.training.context import LoopContext
-from tests.launching import read_json
-from tests.training.small_runs import THREE_STEPS
+from llmtrain.training.run import Run
+from llmtrain.training.step_log import Logging
+from recipes import finetune, gpt
+from tests.engines import engine_of
+from tests.launching import read_json, series
+from tests.training.small_runs import THREE_STEPS, StopAfter
 
 
 class CrashError(Exception):
@@ -289,3 +300,202 @@ def test_a_run_is_finished_as_soon_as_its_model_is_written(
 def test_an_accelerator_that_llmtrain_has_not_made_is_refused() -> None:
     with pytest.raises(UserError, match=r"needs the Accelerator that llmtrain\.start\(\) makes"):
         check_wrapping(Accelerator(cpu=True), nn.Linear(2, 2))
+
+
+# --- the callbacks of the loop
+
+
+UNUSED: Any = None
+
+
+# --- advice on memory
+
+
+def advice_on_memory(settings: lt.Settings, bundle: ModelBundle) -> str:
+    """Return the error of a run that is out of memory."""
+    run = SimpleNamespace(layout=SimpleNamespace(micro_batch=1), settings=settings, bundle=bundle)
+    engine = SimpleNamespace(ranks=SimpleNamespace(is_sharded=False))
+    context: Any = SimpleNamespace(run=run, engine=engine)
+    with pytest.raises(UserError) as error, MemoryAdvice(context).context():
+        raise torch.OutOfMemoryError
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        pytest.param(gpt.DEFAULTS, "--block_size", id="pretraining"),
+        pytest.param(finetune.DEFAULTS, "--max_length", id="fine-tuning"),
+        pytest.param(lt.Settings(data=lt.BatchConfig()), "rows shorter", id="rows of the user"),
+    ],
+)
+def test_the_advice_on_memory_names_a_flag_of_the_recipe(
+    settings: lt.Settings, remedy: str
+) -> None:
+    assert remedy in advice_on_memory(settings, ModelBundle(nn.Linear(1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("recomputation", "is_named"),
+    [(None, True), (Recomputation(2), True), (Recomputation(1), False)],
+    ids=["not possible", "every second block", "every block"],
+)
+def test_the_advice_on_memory_names_recomputation_unless_all_blocks_are_recomputed(
+    recomputation: Recomputation | None, is_named: bool
+) -> None:
+    model = lt.GPT(lt.GPTConfig(n_layer=1, n_head=1, n_embd=8), 8)
+
+    advice = advice_on_memory(gpt.DEFAULTS, ModelBundle(model, recomputation=recomputation))
+
+    assert ("--gradient_checkpointing" in advice) == is_named
+
+
+# --- evaluations and samples
+
+
+def context_of(run: Any, engine: Any = UNUSED, throughput: Any = UNUSED) -> LoopContext:
+    return LoopContext(
+        run=run,
+        engine=engine,
+        optimizer=UNUSED,
+        batches=UNUSED,
+        eval_batches=None,
+        throughput=throughput,
+    )
+
+
+@pytest.mark.parametrize("keeps_best", [False, True])
+def test_a_run_that_stops_evaluates_only_if_it_keeps_the_best_checkpoint(keeps_best: bool) -> None:
+    run: Any = SimpleNamespace(
+        settings=SimpleNamespace(eval=SimpleNamespace(eval_steps=2)),
+        patience=SimpleNamespace(keeps_best=keeps_best),
+    )
+    context = context_of(run)
+
+    assert context.evaluates_after(StepInfo(4, is_last=False, should_stop=False))
+    assert not context.evaluates_after(StepInfo(3, is_last=False, should_stop=False))
+    stopping = StepInfo(4, is_last=False, should_stop=True)
+    assert context.evaluates_after(stopping) == keeps_best
+
+
+def test_a_run_that_stops_makes_samples_only_after_its_last_step(
+    train_gpt: Callable[..., Run],
+) -> None:
+    stopped = train_gpt(sample_prompts=["a"], callbacks=[StopAfter(8)])
+    assert "samples" in stopped.deadline.reserved
+
+    resumed = train_gpt(sample_prompts=["a"])
+
+    samples = read_lines(resumed.folder / "samples.jsonl")
+    assert [sample["step"] for sample in samples] == [4, 12]
+
+
+# --- late ranks
+
+
+@pytest.mark.parametrize(
+    ("has_dropped_first_step", "expected"),
+    [
+        pytest.param(False, [], id="in the first step"),
+        pytest.param(True, ["late"], id="later"),
+    ],
+)
+def test_a_late_rank_is_one_event_except_in_the_first_step(
+    has_dropped_first_step: bool, expected: list[str]
+) -> None:
+    events: list[str] = []
+    run: Any = SimpleNamespace(
+        settings=SimpleNamespace(optim=SimpleNamespace(max_steps=3)),
+        rows=SimpleNamespace(in_order=False),
+        record_event=lambda kind, text: events.append(kind),
+    )
+    accelerator = Accelerator(cpu=True)
+    engine = engine_of(accelerator, nn.Linear(1, 1))
+    engine.phases.has_dropped_first_step = has_dropped_first_step
+    context = context_of(run, engine, Throughput(accelerator, engine.unwrapped))
+    logging = Logging(context, GradientSyncs(engine.model))
+
+    seconds = {phase: [1.0, 1.0] for phase in PHASES} | {"data": [0.0, 90.0]}
+    for _ in range(3):
+        logging._record_if_a_rank_is_late(seconds)
+
+    assert events == expected
+
+
+# --- runs that a callback ends before their last step
+
+
+TrainGpt = Callable[..., Run]
+
+
+class Votes(lt.Callback):
+    """Votes once, before step 6."""
+
+    def __init__(self, vote: Any, name: str = "Votes") -> None:
+        self.vote = vote
+        self.name = name
+
+    def setup(self, training: Any) -> None:
+        self._training = training
+
+    def wants_to_stop(self) -> Any:
+        return self._training.step == 5 and self.vote
+
+
+@pytest.fixture
+def finished(train_gpt: TrainGpt) -> Run:
+    """A run that a callback has finished after step 6 of 12."""
+    average = lt.WeightAverage(decay=0.9, folder="model-average")
+    return train_gpt(callbacks=[Votes("finish"), average])
+
+
+def status_of(folder: Path) -> tuple[str, int, str]:
+    status = read_json(folder / "status.json")
+    return status["state"], status["step"], status["reason"]
+
+
+def test_a_run_that_a_callback_finishes_is_evaluated_and_has_a_model(finished: Run) -> None:
+    assert status_of(finished.folder) == ("finished", 6, "Votes has finished the run")
+    assert [*series(finished.folder, "eval/loss")] == [0, 4, 6]
+    assert (finished.folder / "checkpoints" / "step-00000006").is_dir()
+    for name in ("model", "model-average"):
+        assert (finished.folder / name / "model.safetensors").exists()
+
+
+def test_a_run_that_is_finished_makes_no_more_steps_unless_it_gets_more_or_other_callbacks(
+    finished: Run, train_gpt: TrainGpt
+) -> None:
+    """Also if it was killed before it had written its model."""
+    folder = finished.folder
+    average = lt.WeightAverage(decay=0.9, folder="model-average")
+    callbacks = [Votes("finish"), average]
+
+    again = train_gpt(callbacks=callbacks, resume=str(folder))
+    longer = train_gpt(callbacks=callbacks, resume=str(folder), max_steps=14)
+    changed = train_gpt(callbacks=[Votes(False), average], resume=str(folder))
+    shutil.rmtree(folder / "model")
+    (folder / "status.json").unlink()
+    killed = train_gpt(callbacks=callbacks)
+
+    for run in (again, killed):
+        assert status_of(run.folder) == ("finished", 6, "Votes has finished the run")
+        assert (run.folder / "model" / "model.safetensors").exists()
+    assert killed.folder == folder
+    assert status_of(longer.folder) == ("finished", 14, "all steps are done")
+    assert status_of(changed.folder) == ("finished", 12, "all steps are done")
+
+
+@pytest.mark.parametrize("vote", [True, "save"])
+def test_a_vote_to_save_outweighs_one_to_finish(vote: Any, train_gpt: TrainGpt) -> None:
+    callbacks = [Votes("finish"), Votes(vote, name="Saves"), Votes("finish", name="Third")]
+
+    run = train_gpt(callbacks=callbacks)
+
+    assert status_of(run.folder) == ("preempted", 6, "asked to stop; step 6 is saved")
+    assert not (run.folder / "model").exists()
+    assert status_of(train_gpt(callbacks=callbacks).folder)[:2] == ("finished", 12)
+
+
+def test_another_word_is_refused(train_gpt: TrainGpt) -> None:
+    with pytest.raises(UserError, match=r"Votes\.wants_to_stop returned 'stop'; return False"):
+        train_gpt(callbacks=[Votes("stop")])
