@@ -1,7 +1,7 @@
 """A short run that several tests start, each with its own parts."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,29 @@ from tests.training.small_runs import TWELVE_STEPS
 
 @pytest.fixture
 def train_gpt(text_file: Path, tmp_path: Path) -> Callable[..., Run]:
-    """A function that trains a small GPT in the folder ``run``, with the parts of a test."""
+    """A function that trains a small GPT with the parts of a test."""
 
     def train(
+        folder: str = "run",
+        *,
         resume: str = "auto",
         async_save: bool = False,
         eval_steps: float = 4,
         sample_prompts: Sequence[str] = (),
-        max_steps: int = 12,
         model: nn.Module | None = None,
+        log: lt.LogConfig = TWELVE_STEPS.log,
+        optim: Mapping[str, Any] | None = None,
         **parts: Any,
     ) -> Run:
         settings = dataclasses.replace(
             TWELVE_STEPS,
             data=dataclasses.replace(TWELVE_STEPS.data, dataset=[str(text_file)]),
-            optim=dataclasses.replace(TWELVE_STEPS.optim, max_steps=max_steps),
+            optim=dataclasses.replace(TWELVE_STEPS.optim, **(optim or {})),
             eval=lt.EvalConfig(eval_steps=eval_steps, sample_prompts=[*sample_prompts]),
+            log=log,
             run=dataclasses.replace(
                 TWELVE_STEPS.run,
-                output_dir=str(tmp_path / "run"),
+                output_dir=str(tmp_path / folder),
                 resume_from_checkpoint=resume,
                 async_save=async_save,
             ),

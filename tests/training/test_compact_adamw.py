@@ -1,7 +1,5 @@
 """AdamW with a small state makes the steps of torch's AdamW, up to the rounding of its state."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -191,21 +189,6 @@ def trained(optimizer_class: type[CompactAdamW]) -> CompactAdamW:
     for step in range(2):
         make_step(optimizer, gradients_of_step(step, torch.bfloat16))
     return optimizer
-
-
-@pytest.mark.parametrize("optimizer_class", [CompactAdamW, EightBitAdamW])
-def test_a_step_with_found_inf_changes_nothing(optimizer_class: type[CompactAdamW]) -> None:
-    optimizer = trained(optimizer_class)
-    weights = copy.deepcopy(parameters_of(optimizer))
-    states = copy.deepcopy([optimizer.state[parameter] for parameter in parameters_of(optimizer)])
-
-    optimizer.found_inf = torch.ones(())
-    make_step(optimizer, gradients_of_step(2, torch.bfloat16), scale=float("nan"))
-
-    for parameter, expected, state in zip(parameters_of(optimizer), weights, states, strict=True):
-        assert torch.equal(parameter, expected)
-        for name, tensor in state.items():
-            assert torch.equal(optimizer.state[parameter][name], tensor), name
 
 
 @pytest.mark.parametrize("optimizer_class", [CompactAdamW, EightBitAdamW])

@@ -4,7 +4,6 @@ The reference is the other order of the same loop: an optimizer that cannot skip
 the host read the norm before each step.
 """
 
-import dataclasses
 import math
 import weakref
 from collections.abc import Callable
@@ -29,7 +28,6 @@ from llmtrain.training.device_skip import can_skip_on_device
 from llmtrain.training.run import Run
 from tests.engines import engine_of
 from tests.launching import read_json
-from tests.training.small_runs import TWELVE_STEPS
 
 STEPS = 12
 NAN_STEPS = (2, 6, 7)
@@ -73,7 +71,7 @@ Train = Callable[..., tuple[Run, NanLossAt]]
 
 
 @pytest.fixture
-def train_with_nan(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+def train_with_nan(train_gpt: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> Train:
     """A function that trains a small GPT whose loss is NaN in some steps.
 
     It saves and evaluates after every fourth step. It returns the run, and the callback that has
@@ -88,26 +86,17 @@ def train_with_nan(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         skip_on: str = "device",
         **optim: Any,
     ) -> tuple[Run, NanLossAt]:
-        settings = dataclasses.replace(
-            TWELVE_STEPS,
-            data=dataclasses.replace(TWELVE_STEPS.data, dataset=[str(text_file)]),
-            optim=lt.OptimConfig(**{"max_steps": STEPS, "optim": "adamw", **optim}),
-            log=lt.LogConfig(logging_steps=logging_steps, log_rows=True),
-            run=dataclasses.replace(TWELVE_STEPS.run, output_dir=str(tmp_path / name)),
-        )
-        rows = lt.tokenize(settings.data, 16)
-        model = lt.GPT(settings.model, rows.vocabulary, seed=0)
-        bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
         objective = NanLoss()
         nan_loss = NanLossAt(objective, nan_steps)
+        log = lt.LogConfig(logging_steps=logging_steps, log_rows=True)
         with monkeypatch.context() as patch:
             if skip_on == "host":
                 # Then the host reads the norm before the optimizer's step.
                 patch.setattr(step, "can_skip_on_device", lambda _: False)
-            run = lt.fit(
-                settings,
-                rows,
-                lambda *_: bundle,
+            run = train_gpt(
+                name,
+                log=log,
+                optim=optim,
                 objective=objective,
                 callbacks=[nan_loss, *callbacks],
             )

@@ -163,24 +163,6 @@ def test_a_learning_rate_flag_sets_the_peak_of_the_fastest_group() -> None:
     assert LearningRates(two_groups(0.0, 0.0), config).peaks == [3e-3, 3e-3]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("peak", [2e-5, 0.1 + 0.2])
-def test_a_default_learning_rate_and_the_same_flag_give_the_same_bits(
-    schedule: Any, peak: float
-) -> None:
-    config = OptimConfig(
-        max_steps=137, warmup_steps=13, learning_rate=peak, lr_scheduler_type=schedule
-    )
-    optimizer = lt.make_optimizer(Accelerator(), nn.Linear(3, 3), config)
-    by_default = LearningRates(optimizer, config)
-    by_flag = LearningRates(optimizer, user_set(config, "learning_rate"))
-
-    for step in range(138):
-        (rate,) = set(by_default.after(step))
-        assert rate == rate_at(step, config, peak=peak)
-        assert set(by_flag.after(step)) == {rate}
-
-
 def test_the_minimum_is_that_of_the_fastest_group_and_others_are_in_proportion() -> None:
     learning_rates = LearningRates(two_groups(), linear(min_lr=2e-3))
 

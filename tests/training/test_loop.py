@@ -1,11 +1,11 @@
 """The loop calls the callbacks, and leaves nothing behind: a model can be trained again."""
 
 import contextlib
-import dataclasses
+import functools
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from torch import nn
 
 import llmtrain as lt
-from llmtrain.data.prepare import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
@@ -34,7 +33,8 @@ from llmtrain.training.step_log import Logging
 from recipes import finetune, gpt
 from tests.engines import engine_of
 from tests.launching import read_json, series
-from tests.training.small_runs import THREE_STEPS, StopAfter
+from tests.models.small_models import byte_tokenizer
+from tests.training.small_runs import TWELVE_STEPS, StopAfter
 
 
 class CrashError(Exception):
@@ -42,26 +42,9 @@ class CrashError(Exception):
 
 
 @pytest.fixture
-def rows(text_file: Path) -> Tokenized:
-    return lt.tokenize(dataclasses.replace(THREE_STEPS.data, dataset=[str(text_file)]), 16)
-
-
-@pytest.fixture
-def model(rows: Tokenized) -> Any:
-    return lt.GPT(THREE_STEPS.model, rows.vocabulary, seed=0)
-
-
-@pytest.fixture
-def train(rows: Tokenized, model: Any, tmp_path: Path) -> Callable[..., None]:
-    """A function that trains the model in a folder below ``tmp_path``, with callbacks."""
-
-    def train(name: str, callbacks: Sequence[Callback] = ()) -> None:
-        run_config = dataclasses.replace(THREE_STEPS.run, output_dir=str(tmp_path / name))
-        settings = dataclasses.replace(THREE_STEPS, run=run_config)
-        bundle = lt.ModelBundle(model, model.files(rows.tokenizer, rows.metadata.dataset))
-        lt.fit(settings, rows, lambda *_: bundle, callbacks=callbacks)
-
-    return train
+def train(train_gpt: Callable[..., Run]) -> Callable[..., Run]:
+    """A function that trains a small GPT for three steps."""
+    return functools.partial(train_gpt, optim={"max_steps": 3})
 
 
 def crash(*_: object, **__: object) -> None:
@@ -81,16 +64,17 @@ def hook_count(model: nn.Module) -> int:
 
 
 def test_a_run_leaves_no_hooks_and_no_thread_even_if_it_fails(
-    train: Callable, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+    train: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    model = lt.GPT(TWELVE_STEPS.model, len(byte_tokenizer()), seed=0)
     before = hook_count(model)
 
-    train("first")
+    train("first", model=model)
     assert hook_count(model) == before
 
     monkeypatch.setattr(LoopContext, "settle", crash)
     with pytest.raises(CrashError) as failure:
-        train("second")
+        train("second", model=model)
     assert hook_count(model) == before
     # The traceback keeps the frames of the loop alive, as a notebook would.
     assert failure.tb is not None
@@ -99,62 +83,6 @@ def test_a_run_leaves_no_hooks_and_no_thread_even_if_it_fails(
 
 
 # --- calls of callbacks
-
-
-class Recorder(Callback):
-    """Records the calls of the loop, and stops it after ``last_step``."""
-
-    def __init__(self, last_step: int = 3) -> None:
-        self.last_step = last_step
-        self.steps = 0
-        self.calls: list[str] = []
-
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        self.calls.append("open")
-        try:
-            yield
-        finally:
-            self.calls.append("close")
-
-    def on_train_begin(self) -> None:
-        self.calls.append("train begins")
-
-    def on_step_begin(self, batch: LocalBatch) -> None:
-        assert len(batch.rows) == 2
-        self.calls.append("step begins")
-
-    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        self.steps = info.step
-        assert result.target_tokens == int(batch.targets.sum())
-        assert info.should_stop == result.should_stop
-        assert info.is_last == (info.step == 3)
-        self.calls.append(f"step {info.step} ends")
-
-    def wants_to_stop(self) -> bool:
-        return self.steps + 1 == self.last_step
-
-    def on_train_end(self) -> None:
-        self.calls.append("train ends")
-
-
-def test_a_callback_of_the_user_is_called_around_every_step(train: Callable) -> None:
-    recorder = Recorder()
-
-    train("run", [recorder])
-
-    assert recorder.calls == [
-        "open",
-        "train begins",
-        "step begins",
-        "step 1 ends",
-        "step begins",
-        "step 2 ends",
-        "step begins",
-        "step 3 ends",
-        "train ends",
-        "close",
-    ]
 
 
 class Whereabouts(Callback):
@@ -181,7 +109,7 @@ def test_a_callback_that_hangs_is_named_with_its_method_and_the_steps_made(
 ) -> None:
     whereabouts = Whereabouts()
 
-    train("run", [whereabouts])
+    train("run", callbacks=[whereabouts])
 
     assert "Whereabouts" not in whereabouts.phases.location
     assert whereabouts.locations == [
@@ -195,27 +123,45 @@ def test_a_callback_that_hangs_is_named_with_its_method_and_the_steps_made(
     ]
 
 
-def test_a_callback_may_stop_the_run_which_is_saved(train: Callable, tmp_path: Path) -> None:
-    recorder = Recorder(last_step=2)
+def test_a_callback_may_stop_the_run_which_is_saved(train: Callable) -> None:
+    run = train("run", callbacks=[StopAfter(2)])
 
-    train("run", [recorder])
-
-    assert recorder.calls[-3:] == ["step 2 ends", "train ends", "close"]
-    status = read_json(tmp_path / "run" / "status.json")
+    status = read_json(run.folder / "status.json")
     assert status["state"] == "preempted"
     assert status["step"] == 2
+
+
+class RecordsContext(Callback):
+    """Records the calls until the first step."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        self.calls.append("open")
+        try:
+            yield
+        finally:
+            self.calls.append("close")
+
+    def on_train_begin(self) -> None:
+        self.calls.append("train begins")
+
+    def on_step_begin(self, batch: LocalBatch) -> None:
+        self.calls.append(f"step of {len(batch.rows)} rows begins")
 
 
 def test_the_context_of_a_callback_is_closed_after_an_error(
     train: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LoopContext, "settle", crash)
-    recorder = Recorder()
+    recorder = RecordsContext()
 
     with pytest.raises(CrashError):
-        train("run", [recorder])
+        train("run", callbacks=[recorder])
 
-    assert recorder.calls == ["open", "train begins", "step begins", "close"]
+    assert recorder.calls == ["open", "train begins", "step of 2 rows begins", "close"]
 
 
 class Disturb(Callback):
@@ -263,7 +209,7 @@ class LogRecorder(Callback):
 def test_a_callback_gets_the_numbers_of_each_log_entry(train: Callable, tmp_path: Path) -> None:
     recorder = LogRecorder()
 
-    train("run", [recorder])
+    train("run", callbacks=[recorder])
 
     logged = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert recorder.entries == [(entry["step"], as_numbers(entry)) for entry in logged]
@@ -471,7 +417,7 @@ def test_a_run_that_is_finished_makes_no_more_steps_unless_it_gets_more_or_other
     callbacks = [Votes("finish"), average]
 
     again = train_gpt(callbacks=callbacks, resume=str(folder))
-    longer = train_gpt(callbacks=callbacks, resume=str(folder), max_steps=14)
+    longer = train_gpt(callbacks=callbacks, resume=str(folder), optim={"max_steps": 14})
     changed = train_gpt(callbacks=[Votes(False), average], resume=str(folder))
     shutil.rmtree(folder / "model")
     (folder / "status.json").unlink()

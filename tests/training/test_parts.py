@@ -144,9 +144,6 @@ def test_an_object_that_contains_itself_has_a_fingerprint() -> None:
             "factor 1.0 there, 2.0 here",
             id="a setting of the objective",
         ),
-        pytest.param(
-            {"objective": lt.Objective()}, "class Scaled there, Objective here", id="the objective"
-        ),
         pytest.param({"callbacks": [Threshold(2.0)]}, "callbacks: Threshold", id="a callback"),
         pytest.param({"metrics": []}, "metrics: count", id="a metric"),
         pytest.param(
@@ -279,7 +276,16 @@ class HookRecorder(lt.Callback):
     def _first_weights(self) -> torch.Tensor:
         return next(self._training.model.parameters()).detach().clone()
 
+    def on_train_begin(self) -> None:
+        self.calls.append("train begin")
+
+    def on_step_begin(self, batch: LocalBatch) -> None:
+        self.calls.append("begin")
+
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        assert result.target_tokens == int(batch.targets.sum())
+        assert info.should_stop == result.should_stop
+        assert info.is_last == (info.step == 12)
         weights = self._first_weights()
         has_stepped = not torch.equal(weights, self._weights)
         self._weights = weights
@@ -316,13 +322,16 @@ def test_the_hooks_of_a_step_run_after_its_optimizer_step_and_before_its_save(
     train_gpt(callbacks=[recorder])
 
     # Step 4 ends with an evaluation and a checkpoint.
+    assert recorder.calls[:2] == ["train begin", "evaluate"]
     step_4 = recorder.calls.index("end 4 stepped=True saved=0")
-    assert recorder.calls[step_4 : step_4 + 5] == [
+    assert recorder.calls[step_4 - 1 : step_4 + 6] == [
+        "begin",
         "end 4 stepped=True saved=0",
         "result 4 True",
         "log 4",
         "evaluate",
         "state",
+        "begin",
     ]
     assert "end 5 stepped=True saved=1" in recorder.calls
     assert recorder.calls[-1] == "train end model=False"
