@@ -42,26 +42,6 @@ def test_a_lesson_holds_and_prints_what_the_page_shows(lesson: str) -> None:
         assert comparable(shown[1]) == comparable(ended.out)
 
 
-@pytest.mark.skipif(not WRITE_DOCS, reason="draws docs/images/xray.svg, with LLMTRAIN_WRITE_DOCS=1")
-def test_the_picture_of_an_update_is_drawn(tmp_path: Path) -> None:
-    flags = [
-        "--processes",
-        "2",
-        "--ddp_bucket_cap_mb",
-        "0.5",
-        "--steps",
-        "6:6",
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
-    run([str(BIN / "llmtrain"), "xray", "recipes/gpt.py", *flags]).assert_ok()
-    picture = re.search(
-        r"<svg.*?</svg>", (tmp_path / "run" / "xray" / "timeline.html").read_text(), re.DOTALL
-    )
-    assert picture is not None
-    (ROOT / "docs" / "images" / "xray.svg").write_text(picture[0] + "\n")
-
-
 def test_every_lesson_is_listed_with_its_title_and_stands_on_the_page_in_order() -> None:
     listed = run([str(BIN / "llmtrain"), "learn"]).assert_ok().out
     for lesson in LESSONS:
