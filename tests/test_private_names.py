@@ -1,15 +1,15 @@
-"""The private names of other libraries that the package uses, each with the reason and the version that has it.
+"""The private names of other libraries that the package uses, with the reasons and the versions that have them.
 
 A release may move them without notice. Then the test of the name fails, and says what was lost.
 """
 
 import ast
+import functools
 import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -18,223 +18,104 @@ import llmtrain
 PACKAGE = Path(llmtrain.__file__).parent
 
 
-class PrivateName(NamedTuple):
-    """A private name of another library."""
-
-    name: str  # as the package writes it: an import, a name below `torch`, or an attribute
-    owners: tuple[str, ...]  # the modules or classes that have it
-    version: str  # the newest one that was seen to have it
-    reason: str
-
-
-TABLE = [
-    # --- argparse
-    PrivateName(
-        "_actions",
-        ("argparse.ArgumentParser",),
-        "Python 3.14",
-        "a command parses the flags again that stand after the recipe's name",
+# The versions that were seen to have the names.
+VERSIONS = {
+    "argparse": "Python 3.14",
+    "torch": "torch 2.13",
+    "accelerate": "accelerate 1.15",
+    "transformers": "transformers 5.23",
+    "datasets": "datasets 5.2",
+}
+# Why the package needs them -> the private names, each with its module or class.
+REASONS = {
+    "a command parses the flags again that stand after the recipe's name": (
+        "argparse.ArgumentParser._actions",
+        "argparse.ArgumentParser._add_action",
     ),
-    PrivateName(
-        "_add_action",
-        ("argparse.ArgumentParser",),
-        "Python 3.14",
-        "a command parses the flags again that stand after the recipe's name",
-    ),
-    # --- torch: the compiler
-    PrivateName(
+    "from the ninth shape on, torch runs eager code, which rounds differently": (
         "torch._dynamo.config.recompile_limit",
-        ("torch._dynamo.config",),
-        "torch 2.13",
-        "from the ninth shape on, torch runs eager code, which rounds differently",
     ),
-    PrivateName(
+    "DDP would split a compiled block at the end of a bucket": (
         "torch._dynamo.config.optimize_ddp",
-        ("torch._dynamo.config",),
-        "torch 2.13",
-        "DDP would split a compiled block at the end of a bucket",
     ),
-    PrivateName(
+    "an error of the compiler is told from one of the model": (
         "torch._dynamo.exc.TorchDynamoException",
-        ("torch._dynamo.exc",),
-        "torch 2.13",
-        "an error of the compiler is told from one of the model",
     ),
-    PrivateName(
-        "torch._dynamo.maybe_mark_dynamic",
-        ("torch._dynamo",),
-        "torch 2.13",
-        "the number of documents differs between micro-batches",
+    "the number of documents differs between micro-batches": ("torch._dynamo.maybe_mark_dynamic",),
+    "a user's torch.compile(model) is unwrapped": (
+        "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
     ),
-    PrivateName(
-        "_orig_mod",
-        ("torch._dynamo.eval_frame.OptimizedModule",),
-        "torch 2.13",
-        "a user's torch.compile(model) is unwrapped",
+    "DDP takes a communication hook once, and does not say whether it has one": (
+        "torch.nn.parallel.DistributedDataParallel._comm_hooks",
     ),
-    # --- torch: processes and shards
-    PrivateName(
-        "_comm_hooks",
-        ("torch.nn.parallel.DistributedDataParallel",),
-        "torch 2.13",
-        "DDP takes a communication hook once, and does not say whether it has one",
+    "heartbeats go through the launcher's store, which has no public name": (
+        "torch.distributed.distributed_c10d._get_default_store",
     ),
-    PrivateName(
-        "_get_default_store",
-        ("torch.distributed.distributed_c10d",),
-        "torch 2.13",
-        "heartbeats go through the launcher's store, which has no public name",
+    "a heartbeat tells which collective a rank has not begun": (
+        "torch.distributed.ProcessGroup._get_sequence_number_for_group",
     ),
-    PrivateName(
-        "_get_sequence_number_for_group",
-        ("torch.distributed.ProcessGroup",),
-        "torch 2.13",
-        "a heartbeat tells which collective a rank has not begun",
-    ),
-    PrivateName(
+    "the type of FSDP2's units": (
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
-        ("torch.distributed.fsdp._fully_shard._fsdp_param_group",),
-        "torch 2.13",
-        "the type of FSDP2's units",
     ),
-    PrivateName(
-        "_get_fsdp_state",
-        ("torch.distributed.fsdp.FSDPModule",),
-        "torch 2.13",
-        "the reductions of each unit are counted",
+    "the reductions of each unit are counted": (
+        "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group",
     ),
-    PrivateName(
-        "_fsdp_param_group",
-        ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",),
-        "torch 2.13",
-        "the reductions of each unit are counted",
+    "empty shards get distinct addresses, by which Accelerate tells parameters apart": (
+        "torch.distributed.tensor.DTensor._local_tensor",
     ),
-    PrivateName(
-        "_local_tensor",
-        ("torch.distributed.tensor.DTensor",),
-        "torch 2.13",
-        "empty shards get distinct addresses, by which Accelerate tells parameters apart",
+    "an optimizer with hooks must not be called if its step is skipped": (
+        "torch.optim.Optimizer._optimizer_step_pre_hooks",
+        "torch.optim.Optimizer._optimizer_step_post_hooks",
     ),
-    # --- torch: optimizers
-    PrivateName(
-        "_optimizer_step_pre_hooks",
-        ("torch.optim.Optimizer",),
-        "torch 2.13",
-        "an optimizer with hooks must not be called if its step is skipped",
-    ),
-    PrivateName(
-        "_optimizer_step_post_hooks",
-        ("torch.optim.Optimizer",),
-        "torch 2.13",
-        "an optimizer with hooks must not be called if its step is skipped",
-    ),
-    # --- torch: tensors
-    PrivateName(
+    "the backward pass of softmax in one kernel, for attention on CPUs": (
         "torch._softmax_backward_data",
-        ("torch",),
-        "torch 2.13",
-        "the backward pass of softmax in one kernel, for attention on CPUs",
     ),
-    PrivateName(
-        "_is_mkldnn_bf16_supported",
-        ("torch.ops.mkldnn",),
-        "torch 2.13",
-        "whether a CPU multiplies in bfloat16 at full speed",
+    "whether a CPU multiplies in bfloat16 at full speed": (
+        "torch.ops.mkldnn._is_mkldnn_bf16_supported",
     ),
-    PrivateName(
+    "the tensors inside the arguments and results of any function": (
         "torch.utils._pytree.tree_leaves",
-        ("torch.utils._pytree",),
-        "torch 2.13",
-        "the tensors inside the arguments and results of any function",
     ),
-    PrivateName(
+    "the memory of activations is counted operation by operation": (
         "torch.utils._python_dispatch.TorchDispatchMode",
-        ("torch.utils._python_dispatch",),
-        "torch 2.13",
-        "the memory of activations is counted operation by operation",
     ),
-    PrivateName(
+    "the memory of activations is counted without allocating it": (
         "torch._subclasses.fake_tensor.FakeTensorMode",
-        ("torch._subclasses.fake_tensor",),
-        "torch 2.13",
-        "the memory of activations is counted without allocating it",
     ),
-    PrivateName(
-        "_cdata",
-        ("torch.UntypedStorage",),
-        "torch 2.13",
-        "identifies the storage of a fake tensor, which has no address",
+    "identifies the storage of a fake tensor, which has no address": (
+        "torch.UntypedStorage._cdata",
     ),
-    # --- Accelerate
-    PrivateName(
-        "_reset_state",
-        ("accelerate.state.AcceleratorState", "accelerate.state.GradientState"),
-        "accelerate 1.15",
-        "a notebook makes one run after the other in the same process",
+    "a notebook makes one run after the other in the same process": (
+        "accelerate.state.AcceleratorState._reset_state",
+        "accelerate.state.GradientState._reset_state",
     ),
-    PrivateName(
-        "_shared_state",
-        ("accelerate.state.PartialState",),
-        "accelerate 1.15",
-        "Accelerate would use DDP on CPUs although FSDP was asked for",
+    "Accelerate would use DDP on CPUs although FSDP was asked for": (
+        "accelerate.state.PartialState._shared_state",
     ),
-    # --- transformers
-    PrivateName(
-        "_attn_implementation",
-        ("transformers.PreTrainedConfig",),
-        "transformers 5.23",
-        "which attention a model computes with",
+    "which attention a model computes with": (
+        "transformers.PreTrainedConfig._attn_implementation",
     ),
-    PrivateName(
-        "_init_weights",
-        ("transformers.PreTrainedModel",),
-        "transformers 5.23",
-        "a new model is initialised module by module, the same for any number of ranks",
+    "a new model is initialised module by module, the same for any number of ranks": (
+        "transformers.PreTrainedModel._init_weights",
     ),
-    PrivateName(
-        "_no_split_modules",
-        ("transformers.PreTrainedModel",),
-        "transformers 5.23",
-        "the names of a model's repeated blocks",
+    "the names of a model's repeated blocks": ("transformers.PreTrainedModel._no_split_modules",),
+    "compiles a chat template with all functions that templates use": (
+        "transformers.utils.chat_template_utils._compile_jinja_template",
     ),
-    PrivateName(
-        "_compile_jinja_template",
-        ("transformers.utils.chat_template_utils",),
-        "transformers 5.23",
-        "compiles a chat template with all functions that templates use",
+    "messages reach a template as transformers converts them": (
+        "transformers.utils.chat_template_utils._plain_template_data",
+        "transformers.utils.chat_template_utils._alias_reasoning_fields",
     ),
-    PrivateName(
-        "_plain_template_data",
-        ("transformers.utils.chat_template_utils",),
-        "transformers 5.23",
-        "messages reach a template as transformers converts them",
+    "the grouped product has no shape inference for float32, which plans need": (
+        "transformers.integrations.moe._can_use_grouped_mm",
     ),
-    PrivateName(
-        "_alias_reasoning_fields",
-        ("transformers.utils.chat_template_utils",),
-        "transformers 5.23",
-        "messages reach a template as transformers converts them",
+    "a data set in memory is recognised when a run resumes": ("datasets.Dataset._fingerprint",),
+    "rows are read from the table itself, which a selection does not follow": (
+        "datasets.Dataset._indices",
     ),
-    PrivateName(
-        "_can_use_grouped_mm",
-        ("transformers.integrations.moe",),
-        "transformers 5.23",
-        "the grouped product has no shape inference for float32, which plans need",
-    ),
-    # --- datasets
-    PrivateName(
-        "_fingerprint",
-        ("datasets.Dataset",),
-        "datasets 5.2",
-        "a data set in memory is recognised when a run resumes",
-    ),
-    PrivateName(
-        "_indices",
-        ("datasets.Dataset",),
-        "datasets 5.2",
-        "rows are read from the table itself, which a selection does not follow",
-    ),
-]
+}
+NAMES = [name for names in REASONS.values() for name in names]
 
 # Names that look private and are not: Python documents them, or they are our own.
 PUBLIC = {"os._exit", "group"}
@@ -277,6 +158,7 @@ def _private_part(chain: ast.Attribute) -> Iterator[str]:
         node = node.value
 
 
+@functools.cache
 def users() -> dict[str, set[str]]:
     """Return the modules of the package that use a private name of another library, by name."""
     found: dict[str, set[str]] = {}
@@ -288,13 +170,13 @@ def users() -> dict[str, set[str]]:
     return found
 
 
-def exists(name: str, owner: str) -> bool:
-    """Return whether an owner has a name, or is a class that gives it to its instances."""
+def exists(name: str) -> bool:
+    """Return whether a module or class has a name, or a class gives it to its instances."""
+    owner, _, attribute = name.rpartition(".")
     try:
         value = pkgutil.resolve_name(owner)
     except (ImportError, AttributeError):
         return False
-    attribute = name.rpartition(".")[2]
     if hasattr(value, attribute):
         return True
     if not inspect.isclass(value):
@@ -303,29 +185,30 @@ def exists(name: str, owner: str) -> bool:
     return any(re.search(rf"\b(self|cls)\.{attribute}\b|\"{attribute}\"", text) for text in sources)
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-def test_other_libraries_have_the_private_names_that_we_use(row: PrivateName) -> None:
-    for owner in row.owners:
-        assert exists(row.name, owner), (
-            f"{owner} has no {row.name.rpartition('.')[2]} any more; {row.version} had it. It is needed because "
-            f"{row.reason}: see {', '.join(sorted(users()[row.name]))}."
-        )
+def is_use_of(used: str, name: str) -> bool:
+    """Return whether a use, which may be an attribute of any object, is one of a name."""
+    return f".{name}".endswith(f".{used}")
 
 
-def test_the_table_has_every_private_name_and_no_other() -> None:
+@pytest.mark.parametrize("reason", REASONS)
+def test_other_libraries_have_the_private_names_that_we_use(reason: str) -> None:
+    for name in REASONS[reason]:
+        version = VERSIONS[name.partition(".")[0]]
+        places = [paths for used, paths in users().items() if is_use_of(used, name)]
+        assert places, f"nothing uses {name} any more, so delete its row"
+        assert exists(name), f"{version} had {name}. It is needed because {reason}: see {places}."
+
+
+def test_every_private_name_has_its_reason() -> None:
     used = users().keys() - PUBLIC
-    listed = {row.name for row in TABLE}
-    new = sorted(used - listed)
-    assert not new, f"use public names, or add rows with the reason and the version: {new}"
-    unused = sorted(listed - used)
-    assert not unused, f"nothing uses these names any more, so delete their rows: {unused}"
-    assert len(TABLE) == len(listed)
+    new = [use for use in used if not any(is_use_of(use, name) for name in NAMES)]
+    assert not new, f"use public names, or add rows with the reason: {new}"
 
 
 def test_a_name_that_moves_is_noticed() -> None:
-    assert not exists("torch._dynamo.config.recompile_limits", "torch._dynamo.config")
-    assert not exists("_comm_hook_list", "torch.nn.parallel.DistributedDataParallel")
-    assert not exists("_reset_state", "accelerate.moved.AcceleratorState")
+    assert not exists("torch._dynamo.config.recompile_limits")
+    assert not exists("torch.nn.parallel.DistributedDataParallel._comm_hook_list")
+    assert not exists("accelerate.moved.AcceleratorState._reset_state")
 
 
 def test_private_names_are_found() -> None:
