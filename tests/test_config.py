@@ -16,14 +16,12 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from llmtrain.config.command_line import parse
-from llmtrain.config.flag_parser import FlagParser
 from llmtrain.config.flags import Config, configs_of, flag, resolved
-from llmtrain.data.config import BatchConfig, DataConfig
+from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.training.settings import EvalConfig, LogConfig, OptimConfig, RunConfig
-from recipes import gpt
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
@@ -73,10 +71,6 @@ def toy(flags: str) -> Toy:
 
 def values_and_origins(settings: Any) -> dict[str, tuple[object, str]]:
     return {name: (entry["value"], entry["from"]) for name, entry in resolved(settings).items()}
-
-
-def values_of(settings: Any) -> dict[str, object]:
-    return {name: entry["value"] for name, entry in resolved(settings).items()}
 
 
 def error_of(config: Config, flags: str = "") -> str:
@@ -158,82 +152,48 @@ def test_an_error_names_the_variable_of_the_environment_that_causes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLMTRAIN_REPORT_TO", "tensorboard,nothing")
-    assert error_of(RunConfig()).endswith("(LLMTRAIN_REPORT_TO)")
+    assert "LLMTRAIN_REPORT_TO" in error_of(RunConfig())
     monkeypatch.delenv("LLMTRAIN_REPORT_TO")
 
     path = tmp_path / "platform.yaml"
     path.write_text("save_step: 5\n")
-    monkeypatch.setenv("LLMTRAIN_CONFIG", str(path))
-    assert error_of(RunConfig()).startswith(f"{path}: ")
-
-    monkeypatch.setenv("LLMTRAIN_CONFIG", "absent.yaml")
-    assert error_of(RunConfig()).startswith("LLMTRAIN_CONFIG=absent.yaml: ")
+    for name in (str(path), "absent.yaml"):
+        monkeypatch.setenv("LLMTRAIN_CONFIG", name)
+        assert name in error_of(RunConfig())
 
 
 def test_a_setting_has_its_origin_even_if_its_value_equals_the_default(
     yaml_file: YamlFile,
 ) -> None:
-    config = yaml_file.toy("rate: 0.5\n", "--size 3")
-    settings = resolved(settings_of(config))
+    settings = resolved(settings_of(yaml_file.toy("rate: 0.5\n", "--size 3"), Box()))
     assert settings["size"]["from"] == "command line"
     assert settings["rate"]["from"] == str(yaml_file.path)
-
-
-def test_every_setting_of_every_config_is_resolved() -> None:
-    settings = resolved(settings_of(Toy(), Box()))
     fields = [*dataclasses.fields(Toy), *dataclasses.fields(Box)]
     assert list(settings) == [field.name for field in fields]
-    assert {setting["from"] for setting in settings.values()} == {"recipe"}
 
 
-def test_without_argv_the_command_line_of_the_process_is_read(
+def test_the_command_line_of_the_process_is_read_except_in_a_notebook(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["recipe.py", "--size", "8"])
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "--size", "8"])
     assert parse(settings_of(Toy())).section0.size == 8
-
-
-def test_in_a_notebook_the_command_line_of_the_kernel_is_ignored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["kernel.py", "-f", "kernel.json"])
-    with pytest.raises(UserError):
-        parse(settings_of(Toy()))
 
     kernel = SimpleNamespace(IPKernelApp=SimpleNamespace(initialized=lambda: True))
     monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", kernel)
     assert parse(settings_of(Toy())).section0 == Toy()
 
 
-def test_the_last_of_two_equal_flags_wins() -> None:
+def test_the_last_of_two_equal_flags_wins_and_lists_are_not_joined(yaml_file: YamlFile) -> None:
     assert toy("--size 1 --size 2").size == 2
-
-
-def test_a_list_on_the_command_line_replaces_the_list_of_the_yaml_file(
-    yaml_file: YamlFile,
-) -> None:
     assert yaml_file.toy("parts: [a, b, c]", "--parts d").parts == ["d"]
 
 
-def test_parsing_does_not_change_the_defaults_of_the_recipe() -> None:
+@pytest.mark.parametrize("flags", ["", "--size 5"])
+def test_a_run_does_not_change_the_defaults_of_the_recipe(flags: str) -> None:
     defaults = Toy(size=4)
-    assert parsed(defaults, "--size 5").size == 5
-    assert defaults.size == 4
-    assert resolved(settings_of(defaults))["size"]["from"] == "recipe"
-    assert parsed(defaults).size == 4
-
-
-def test_two_configs_do_not_share_a_default_list() -> None:
-    Toy().parts.append("wing")
-    assert Toy().parts == ["head", "tail"]
-
-
-@pytest.mark.parametrize("flags", ["", "--size 4"])
-def test_a_list_that_a_run_changes_does_not_change_the_recipe(flags: str) -> None:
-    defaults = Toy()
     parsed(defaults, flags).parts.append("wing")
-    assert defaults.parts == ["head", "tail"]
-    assert parsed(defaults, flags).parts == ["head", "tail"]
+    assert defaults == Toy(size=4)
+    assert parsed(defaults).size == 4
 
 
 @each_recipe
@@ -248,38 +208,24 @@ def test_a_recipe_needs_no_flag(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "flags"),
     [
-        ("size: 7", "--size 7"),
         ("size: -7", "--size -7"),
         ("rate: 1e-3", "--rate 1e-3"),
-        ("rate: 1.0e-3", "--rate 0.001"),
-        ("rate: 2", "--rate 2"),
         ("rate: -1.5", "--rate -1.5"),
-        ("rate: -1e-3", "--rate -1e-3"),
         ("rate: -1e-3", "--rate=-1e-3"),
-        ("rate: -1.0e-07", "--rate=-1e-7"),
         ("loud: true", "--loud"),
-        ("loud: true", "--loud true"),
-        ("loud: false", "--loud false"),
         ("loud: yes", "--loud yes"),
         ("soft: false", "--no_soft"),
         ("soft: 0", "--soft 0"),
-        ("no_soft: true", "--no_soft"),
         ("no_soft: false", "--soft"),
-        ("no_loud: true", "--no_loud"),
         ("no_stuffed: true", "--stuffed false"),
-        ("colour: blue", "--colour blue"),
         ("name: -x", "--name=-x"),
         ("name: ''", "--name ''"),
         ("name: a b  c", "--name 'a b  c'"),
         ("name: 'ünï'", "--name ünï"),
-        ("name: 3", "--name 3"),
         ("maker: none", "--maker none"),
-        ("parts: [a, b]", "--parts a b"),
-        ("parts: [a]", "--parts a"),
         ("parts: a", "--parts a"),
         ("parts: ['- a', '-b c']", "--parts '- a' '-b c'"),
         ("shifts: [1, -2]", "--shifts 1 -2"),
-        ("shifts: [-2]", "--shifts -2"),
     ],
 )
 def test_a_yaml_value_has_the_meaning_of_the_flag(
@@ -288,34 +234,20 @@ def test_a_yaml_value_has_the_meaning_of_the_flag(
     assert yaml_file.toy(text) == toy(flags)
 
 
-@pytest.mark.parametrize(
-    "word", ["on", "007", "12:30:00", "2024-06-01", "2024-99-99", "0x10", "1_000"]
-)
+@pytest.mark.parametrize("word", ["on", "007", "12:30:00", "2024-06-01", "1_000"])
 def test_a_yaml_word_reaches_a_text_setting_as_it_is_written(
     word: str, yaml_file: YamlFile
 ) -> None:
     assert yaml_file.toy(f"name: {word}").name == word
 
 
-@pytest.mark.parametrize(
-    ("line", "name", "value"),
-    [
-        ("size: 7", "size", 7),
-        ("rate: 2", "rate", 2.0),
-        ("loud: true", "loud", True),
-        ("shifts: [4]", "shifts", [4]),
-        ("name: 3", "name", "3"),
-    ],
-)
-def test_a_value_has_the_type_of_its_field(
-    line: str, name: str, value: object, yaml_file: YamlFile
-) -> None:
-    parsed_value = getattr(yaml_file.toy(line), name)
-    assert parsed_value == value
-    assert type(parsed_value) is type(value)
+def test_a_value_has_the_type_of_its_field(yaml_file: YamlFile) -> None:
+    config = yaml_file.toy("size: 7\nrate: 2\nloud: true\nshifts: [4]\nname: 3\n")
+    expected = Toy(size=7, rate=2.0, loud=True, shifts=[4], name="3")
+    assert repr(config) == repr(expected)
 
 
-@pytest.mark.parametrize("text", ["size: null", "size:", "size: ~", "", "# nothing\n", "---\n"])
+@pytest.mark.parametrize("text", ["size: null", "size:", "size: ~", "", "---\n"])
 def test_yaml_null_leaves_the_default(text: str, yaml_file: YamlFile) -> None:
     config = yaml_file.toy(text)
     assert config == Toy()
@@ -334,225 +266,125 @@ def test_names_may_be_written_with_dashes(tmp_path: Path) -> None:
     assert toy("--long-name Theodore").full_name == "Theodore", "an alias"
 
 
+def test_an_eval_metric_may_have_its_name_of_transformers() -> None:
+    flags = "--load_best_model_at_end --metric_for_best_model eval_accuracy"
+    assert parsed(EvalConfig(), flags).metric_for_best_model == "eval/accuracy"
+
+
+# --- mistakes
+
+
 @pytest.mark.parametrize(
-    ("name", "metric"),
+    ("flags", "named"),
     [
-        ("eval_loss", "eval/loss"),
-        ("eval_accuracy", "eval/accuracy"),
-        ("eval/perplexity", "eval/perplexity"),
+        # Unknown names
+        ("--sise 4", "--sise - did you mean --size?"),
+        ("--siz=4", "--siz - did you mean --size?"),
+        ("--qqqqqq 4", "--qqqqqq; "),
+        ("-help", "-help - did you mean --help?"),
+        ("stray", "stray"),
+        ("-s 4", "-s"),
+        # Values of another type
+        ("--size large", "--size"),
+        ("--loud perhaps", "--loud"),
+        ("--colour green", "--colour"),
+        ("--shifts 1 x", "--shifts"),
+        # No value, so the help of the flag
+        ("--size", "--size needs a value: how large it is, 100% of the time"),
+        ("--parts --size 4", "--parts needs a value: its parts"),
+        # Files
+        ("--config absent.yaml", "absent.yaml"),
+        ("--config /", "/"),
+        ("--config", "--config"),
     ],
 )
-def test_an_eval_metric_may_have_its_name_of_transformers(name: str, metric: str) -> None:
-    config = parsed(EvalConfig(), f"--load_best_model_at_end --metric_for_best_model {name}")
-    assert config.metric_for_best_model == metric
-
-
-# --- unknown names
+def test_a_mistake_on_the_command_line_is_named_in_one_line(flags: str, named: str) -> None:
+    assert named in toy_error(flags)
 
 
 @pytest.mark.parametrize(
-    ("flags", "unknown", "suggestion"),
+    ("text", "named"),
     [
-        ("--sise 4", "--sise", "--size"),
-        ("--sise=4", "--sise", "--size"),
-        ("--siz 4", "--siz", "--size"),
-        ("--colou red", "--colou", "--colour"),
-        ("--size 4 --shift 4", "--shift", "--shifts"),
-    ],
-)
-def test_an_unknown_or_shortened_flag_is_an_error_with_the_nearest_name(
-    flags: str, unknown: str, suggestion: str
-) -> None:
-    assert re.search(rf"{unknown}\b.* did you mean {suggestion}\?", toy_error(flags))
-
-
-def test_an_unknown_flag_that_resembles_none_gets_no_suggestion() -> None:
-    message = toy_error("--qqqqqq 4")
-    assert "--qqqqqq" in message
-    assert "did you mean" not in message
-
-
-@pytest.mark.parametrize(
-    ("key", "suggestion"), [("sise", "size"), ("siz", "size"), ("colors", "colour")]
-)
-def test_an_unknown_yaml_key_is_an_error_with_the_nearest_name(
-    key: str, suggestion: str, yaml_file: YamlFile
-) -> None:
-    message = yaml_file.error(f"{key}: 4")
-    assert "toy.yaml" in message
-    assert f"'{key}' - did you mean {suggestion}?" in message
-
-
-@pytest.mark.parametrize(
-    "key", ["config", "print_config", "help_all", "help", "h", "1", "--size", "null"]
-)
-def test_a_yaml_key_that_is_no_setting_is_an_error(key: str, yaml_file: YamlFile) -> None:
-    assert "unknown key" in yaml_file.error(f"{key}: 4")
-
-
-def test_an_unknown_yaml_key_is_an_error_even_if_its_value_is_null(yaml_file: YamlFile) -> None:
-    assert "unknown key 'sise'" in yaml_file.error("sise:\n")
-
-
-@pytest.mark.parametrize(
-    ("flags", "word"), [("stray", "stray"), ("--size 4 stray", "stray"), ("-s 4", "-s")]
-)
-def test_a_word_that_belongs_to_no_flag_is_an_error(flags: str, word: str) -> None:
-    assert word in toy_error(flags)
-
-
-# --- wrong values
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--size large",
-        "--size 2.5",
-        "--rate much",
-        "--loud perhaps",
-        "--colour green",
-        "--shifts 1 x",
-    ],
-)
-def test_a_value_of_another_type_is_an_error_that_names_its_flag(flags: str) -> None:
-    flag_name, *_ = flags.split()
-    assert flag_name in toy_error(flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--size", "--size needs a value: how large it is, 100% of the time;"),
-        ("--parts", "--parts needs a value: its parts;"),
-        ("--parts --size 4", "--parts needs a value: its parts;"),
-        ("--secret", "--secret needs a value: a flag for programs;"),
-    ],
-)
-def test_a_flag_without_its_value_is_an_error_with_its_meaning(flags: str, message: str) -> None:
-    assert toy_error(flags).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("value", "requirement"),
-    [("inf", "a finite number"), ("-inf", "at least 0"), ("nan", "a finite number")],
-)
-def test_an_infinite_value_is_not_called_too_small(value: str, requirement: str) -> None:
-    message = error_of(OptimConfig(), f"--weight_decay={value}")
-    assert message.endswith(f"is out of range: it must be {requirement}.")
-
-
-@pytest.mark.parametrize(
-    ("config", "name", "maximum"),
-    [
-        (GPTConfig(), "n_layer", 10_000),
-        (GPTConfig(), "n_embd", 1_000_000),
-        (GPTConfig(), "block_size", 100_000_000),
-        (ModelConfig(), "max_length", 100_000_000),
-        (BatchConfig(), "global_batch_size", 10_000_000),
-        (ParallelConfig(), "ddp_timeout", 365 * 24 * 60 * 60),
-    ],
-)
-def test_a_number_with_which_a_run_would_never_end_or_overflow_is_an_error(
-    config: Config, name: str, maximum: int
-) -> None:
-    for value in (maximum + 1, 10**30):
-        message = error_of(config, f"--{name} {value}")
-        assert message == f"--{name} {value} is out of range: it must be at most {maximum:,}."
-    parsed(config, f"--{name} {maximum}")
-
-
-def test_a_learning_rate_that_a_float32_cannot_hold_is_an_error() -> None:
-    message = error_of(OptimConfig(), "--learning_rate 1e308")
-    assert message.endswith("is out of range: it must be at most 1,000,000.")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("size:\n  width: 3\n", "'size' must be a value or a list, not nested"),
-        ("- size\n- 3\n", "toy.yaml must consist of"),
-        ("just words", "toy.yaml must consist of"),
-        ("size: [", "toy.yaml is not YAML"),
-        ("size: 3\n---\nsize: 4\n", "toy.yaml is not YAML"),
-        (b"name: \xff\xfe\n", "toy.yaml is not YAML"),
-        ("size: !!python/object/apply:os.getcwd []", "toy.yaml: --size"),
+        # Unknown keys
+        ("sise: 4", "'sise' - did you mean size?"),
+        ("print_config: 4", "'print_config'"),
+        ("help: 4", "'help'"),
+        # No flags at all
+        ("- size\n- 3\n", "toy.yaml"),
+        ("just words", "toy.yaml"),
+        ("size: [", "toy.yaml"),
+        ("size: 3\n---\nsize: 4\n", "toy.yaml"),
+        (b"name: \xff\xfe\n", "toy.yaml"),
+        # Values of another type
+        ("size:\n  width: 3\n", "'size'"),
+        ("size: !!python/object/apply:os.getcwd []", "--size"),
         (f"size: {'9' * 5000}", "toy.yaml"),
-        ("size: large", "toy.yaml: --size"),
-        ("size: 2.5", "toy.yaml: --size"),
-        ("size: true", "toy.yaml: --size"),
-        ("size: []", "toy.yaml: --size"),
-        ("size: [1, 2]", "toy.yaml: 'size' takes a single value, not a list."),
-        ("parts: []", "toy.yaml: --parts"),
-        ("loud: []", "toy.yaml"),
-        ("loud: [true, false]", "toy.yaml: 'loud' takes a single value, not a list."),
-        ("loud: perhaps", "toy.yaml: --loud"),
-        ("no_soft: perhaps", "toy.yaml: --soft"),
-        ("colour: green", "toy.yaml: --colour"),
+        ("size: [1, 2]", "'size'"),
+        ("parts: []", "--parts"),
+        ("no_soft: perhaps", "--soft"),
+        ("colour: green", "--colour"),
+        # One key in two spellings
+        ("long-name: a\nlong_name: b\n", "'long_name'"),
     ],
 )
-def test_bad_yaml_is_an_error_of_one_line_that_names_the_file(
-    text: str | bytes, message: str, yaml_file: YamlFile
+def test_a_mistake_in_a_yaml_file_is_named_in_one_line_with_the_file(
+    text: str | bytes, named: str, yaml_file: YamlFile
 ) -> None:
-    assert message in yaml_file.error(text)
+    message = yaml_file.error(text)
+    assert str(yaml_file.path) in message
+    assert named in message
 
 
-def test_a_yaml_key_in_two_spellings_is_set_twice(tmp_path: Path) -> None:
-    path = tmp_path / "optim.yaml"
-    path.write_text("max_steps: 3\nmax-steps: 4\n")
-    with pytest.raises(UserError, match="'max_steps' is set twice"):
-        parse(gpt.DEFAULTS, ["--config", str(path)])
+def test_all_mistakes_are_named_at_once(yaml_file: YamlFile) -> None:
+    message = yaml_file.error(
+        "colour: green\nqqqqqq: 3\nsice: 1\n", "stray --rate much --sise=4 --colou red --size"
+    )
 
-
-def test_a_config_file_that_cannot_be_read_is_an_error_of_one_line(tmp_path: Path) -> None:
-    assert "absent.yaml" in toy_error(f"--config {tmp_path}/absent.yaml")
-    assert str(tmp_path) in toy_error(f"--config {tmp_path}"), "a folder"
-    assert "--config" in toy_error("--config")
+    of_command_line, _, of_file = message.partition(f"{yaml_file.path}: ")
+    for word in ("'stray'", "--rate", "--sise (did you", "--colou (did you", "--size needs"):
+        assert word in of_command_line
+    for key in ("--colour", "'qqqqqq'", "'sice' (did you mean size?)"):
+        assert key in of_file
 
 
 @pytest.mark.parametrize(
-    ("config", "flags", "message"),
+    ("config", "flags", "named"),
     [
-        (GPTConfig(), "--max_length 0", "--block_size 0 is out of range"),
-        (GPTConfig(), "--max-length=x", "--block_size: invalid int value: 'x'"),
-        (ModelConfig(), "--block_size 1", "--max_length 1 is out of range"),
-        (ModelConfig(), "--block_size x", "--max_length: 'x' is neither"),
-        (ModelConfig(), "--max_length 1", "--max_length 1 is out of range"),
-        (RunConfig(), "--save-steps 0", "--save_steps 0 is out of range"),
-        (RunConfig(), "--push_to_hub", "--push_to_hub needs a value: upload"),
-        (RunConfig(), "--push_to_hub true", "--push_to_hub true: name the repository"),
+        (GPTConfig(), "--max_length 0", "--block_size 0"),
+        (ModelConfig(), "--block_size x", "--max_length"),
+        (RunConfig(), "--save-steps 0", "--save_steps 0"),
+        (RunConfig(), "--push_to_hub true", "--push_to_hub true"),
     ],
 )
-def test_an_error_names_the_flag_by_its_first_name(
-    config: Config, flags: str, message: str
-) -> None:
-    assert error_of(config, flags).startswith(message)
+def test_an_error_names_the_flag_by_its_first_name(config: Config, flags: str, named: str) -> None:
+    assert error_of(config, flags).startswith(named)
 
 
-def test_an_error_of_a_yaml_file_names_the_flag_by_its_first_name(tmp_path: Path) -> None:
+def test_a_value_of_a_yaml_file_that_is_out_of_range_is_named_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "model.yaml"
     path.write_text("block_size: 1\n")
-
     message = error_of(ModelConfig(), f"--config {path}")
-
-    assert message.startswith("--max_length 1 is out of range")
+    assert message.startswith("--max_length 1 ")
     assert message.endswith(f"({path})")
 
 
 @pytest.mark.parametrize(
     ("config", "name", "bad_values", "good_values"),
     [
-        (GPTConfig(), "n_layer", ["0", "-1"], ["1"]),
-        (GPTConfig(), "n_embd", ["0"], ["4"]),
-        (GPTConfig(), "block_size", ["0"], ["1"]),
+        # The largest values keep a run from never ending, or from an overflow.
+        (GPTConfig(), "n_layer", ["0", "-1", "10001", str(10**30)], ["1", "10000"]),
+        (GPTConfig(), "n_embd", ["0", "1000001"], ["4", "1000000"]),
+        (GPTConfig(), "block_size", ["0", "100000001"], ["1", "100000000"]),
+        (ModelConfig(), "max_length", ["1", "100000001"], ["2", "100000000"]),
+        (ParallelConfig(), "ddp_timeout", ["0", "31536001"], ["1", "31536000"]),
         (GPTConfig(), "dropout", ["-0.1", "1", "nan", "inf"], ["0", "0.99"]),
-        (DataConfig(), "global_batch_size", ["0", "-4"], ["1"]),
+        (DataConfig(), "global_batch_size", ["0", "-4", "10000001"], ["1", "10000000"]),
         (DataConfig(), "per_device_train_batch_size", ["0"], ["1"]),
         (DataConfig(), "eval_fraction", ["-0.1", "1", "1.5", "nan"], ["0", "0.99"]),
         (DataConfig(), "dataset", ["''"], ["x"]),
         (DataConfig(), "tokenizer", ["''"], ["char"]),
         (OptimConfig(), "max_steps", ["0"], ["1"]),
-        (OptimConfig(), "learning_rate", ["-1", "nan", "inf"], ["0", "2"]),
+        (OptimConfig(), "learning_rate", ["-1", "nan", "inf", "1e308"], ["0", "2"]),
         (OptimConfig(), "warmup_steps", ["-1"], ["0"]),
         (OptimConfig(), "weight_decay", ["-0.1", "nan", "inf"], ["0"]),
         (OptimConfig(), "adam_beta1", ["-0.1", "1", "nan"], ["0", "0.9"]),
@@ -576,7 +408,7 @@ def test_a_value_out_of_range_is_an_error_that_names_its_flag(
         parsed(config, f"--{name}={value}")
 
 
-@pytest.mark.parametrize(("n_head", "n_embd"), [(3, 256), (5, 64), (300, 256), (7, 13), (2, 1)])
+@pytest.mark.parametrize(("n_head", "n_embd"), [(3, 256), (300, 256), (7, 13), (2, 1)])
 def test_heads_that_do_not_divide_the_width_are_an_error_with_values_that_do(
     n_head: int, n_embd: int
 ) -> None:
@@ -591,82 +423,6 @@ def test_heads_that_do_not_divide_the_width_are_an_error_with_values_that_do(
     for heads in suggested_heads.split(", "):
         GPTConfig(n_head=int(heads), n_embd=n_embd)
     GPTConfig(n_head=n_head, n_embd=int(suggested_width))
-
-
-# --- several mistakes at once
-
-
-def test_all_unknown_flags_are_named_at_once() -> None:
-    assert toy_error("--sise 4 -1 --size 3 --qqqqqq --colou=red") == (
-        "unknown flags: --sise (did you mean --size?), --qqqqqq, --colou (did you mean --colour?); "
-        "--help lists the flags."
-    )
-
-
-def test_all_unknown_yaml_keys_are_named_at_once(yaml_file: YamlFile) -> None:
-    message = yaml_file.error("sise: 4\nsize: 3\nqqqqqq: [a]\ncolou:\n  deep: red\n")
-    assert message.endswith(
-        "toy.yaml: unknown keys: 'sise' (did you mean size?), 'qqqqqq', "
-        "'colou' (did you mean colour?); --help lists the flags."
-    )
-
-
-def test_wrong_values_hide_neither_each_other_nor_unknown_flags() -> None:
-    message = toy_error("--size big --sise 4 --colour=green --qqqqqq --shifts 1 x")
-    assert message.startswith("--size: invalid int value: 'big'; --colour: invalid choice: 'green'")
-    assert "; --shifts: invalid int value: 'x'; unknown flags: --sise (did you" in message
-    assert message.endswith(" --qqqqqq; --help lists the flags.")
-
-
-def test_a_flag_without_its_value_hides_no_unknown_flag() -> None:
-    assert toy_error("--sise 4 --size") == (
-        "--size needs a value: how large it is, 100% of the time; "
-        "unknown flag --sise - did you mean --size? --help lists the flags."
-    )
-
-
-def test_a_long_name_with_a_single_dash_is_an_unknown_flag() -> None:
-    message = toy_error("-help --sise 4")
-    assert message.startswith("unknown flags: -help (did you mean --help?), --sise (did you")
-
-
-def test_a_stray_word_hides_no_unknown_flag() -> None:
-    assert toy_error("stray --sise 4") == (
-        "'stray' is neither a flag nor the value of one; "
-        "unknown flag --sise - did you mean --size? --help lists the flags."
-    )
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("size: big", "--size: invalid int value: 'big'"),
-        ("size: {width: 3}", "'size' must be a value or a list, not nested keys"),
-        ("parts: []", "--parts is an empty list; give a value or leave the key out"),
-        ("no_soft: perhaps", "--soft: 'perhaps' is not a value of this switch: use true or false"),
-        ("name: a\nname: b", "'name' is set twice; remove one of the lines"),
-    ],
-)
-def test_a_wrong_value_in_a_yaml_file_hides_no_unknown_key(
-    line: str, problem: str, yaml_file: YamlFile
-) -> None:
-    assert yaml_file.error(f"{line}\nsise: 4\n") == (
-        f"{yaml_file.path}: {problem}; unknown key 'sise' - did you mean size? "
-        "--help lists the flags."
-    )
-
-
-def test_mistakes_of_the_command_line_and_of_a_yaml_file_are_named_together(
-    yaml_file: YamlFile,
-) -> None:
-    message = yaml_file.error("colour: green\nqqqqqq: 3\n", "--rate much --sise=4")
-
-    of_command_line, _, of_file = message.partition(f"{yaml_file.path}: ")
-    assert of_command_line == (
-        "--rate: invalid float value: 'much'; unknown flag --sise - did you mean --size?; "
-    )
-    assert of_file.startswith("--colour: invalid choice: 'green'")
-    assert of_file.endswith("; unknown key 'qqqqqq'; --help lists the flags.")
 
 
 # --- help
@@ -696,18 +452,16 @@ def test_help_shows_the_groups_and_the_defaults_of_the_recipe(help: Help) -> Non
     text = help.text(settings_of(Toy(size=42), Box()), description="Wins 50% of games.")
 
     assert "Wins 50% of games." in text
-    assert "--config" in text
     assert "how large it is, 100% of the time (default: 42)" in text
     assert "{red,blue}" in text
     assert "--name WORD " in text
-    assert "--maker MAKER " in text
     assert "None" not in text
 
     # --stuffed belongs to a group of another config.
-    headings_and_flags = ["toys:", "--size", "boxes:", "--lid"]
-    positions = [text.index(word) for word in headings_and_flags]
-    assert positions == sorted(positions)
-    assert text.index("boxes:") < text.index("--stuffed")
+    words = ["--config", "toys:", "--size", "boxes:", "--lid", "--stuffed"]
+    positions = [text.index(word) for word in words]
+    assert positions[:-1] == sorted(positions[:-1])
+    assert positions[-1] > text.index("boxes:")
 
 
 def test_help_shows_a_hidden_flag_only_with_help_all(help: Help) -> None:
@@ -717,33 +471,15 @@ def test_help_shows_a_hidden_flag_only_with_help_all(help: Help) -> None:
 
 
 @pytest.mark.parametrize("value", [True, False])
-@pytest.mark.parametrize("name", ["soft", "loud", "stuffed"])  # by default True, False and None
+@pytest.mark.parametrize("name", ["soft", "stuffed"])  # by default True and None
 def test_help_shows_a_switch_by_the_flag_that_changes_the_recipe(
     name: str, value: bool, help: Help
 ) -> None:
     recipe = settings_of(Toy(**{name: value}))
     changing_flag = f"--no_{name}" if value else f"--{name}"
 
-    text = help.text(recipe)
-
-    assert re.findall(rf"--(?:no_)?{name}\b", text) == [changing_flag]
-    shown_names = [flag.shown_name for flag in FlagParser(configs_of(recipe)).flags]
-    assert changing_flag in shown_names
+    assert re.findall(rf"--(?:no_)?{name}\b", help.text(recipe)) == [changing_flag]
     assert getattr(parse(recipe, [changing_flag]).section0, name) is not value
-
-
-def test_a_flag_without_help_is_listed(help: Help) -> None:
-    @dataclass
-    class Own(Config):
-        group: ClassVar[str] = "own"
-
-        plain: str | None = flag(None, "")
-        counted: int = flag(3, "")
-
-    text = help.text(settings_of(Own()))
-
-    assert "\n  --plain PLAIN" in text
-    assert "(default: 3)" in text
 
 
 @each_recipe
@@ -835,11 +571,9 @@ def test_a_printed_config_has_every_setting_with_its_help(
     text = printed_config(capsys, defaults)
 
     assert max(len(line) for line in text.splitlines()) <= 100
-    keys = re.findall(r"^#(\w+):", text, re.MULTILINE)
-    assert sorted(keys) == sorted(values_of(defaults))
-    assert "# random seed of the initial weights, the data order and dropout\n#seed: 0\n" in text
-    assert "\n# --- batch and memory\n" in text
+    keys = re.findall(r"^# .*\n#(\w+):", text, re.MULTILINE)
+    assert sorted(keys) == sorted(resolved(defaults))
 
     uncommented = tmp_path / "uncommented.yaml"
     uncommented.write_text(re.sub(r"^#(?=\w+:)", "", text, flags=re.MULTILINE))
-    assert values_of(parse(defaults, ["--config", str(uncommented)])) == values_of(defaults)
+    assert parse(defaults, ["--config", str(uncommented)]) == defaults
