@@ -1,9 +1,10 @@
 """How a process starts a run: the launcher, the device, the precision and the threads."""
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,71 +32,45 @@ def set_variables(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
 # --- precision
 
 
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch, has_bf16: bool, emulates_bf16: bool) -> None:
-    def is_bf16_supported(including_emulation: bool = True) -> bool:
-        return has_bf16 or (including_emulation and emulates_bf16)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_gpu_with_bfloat16_uses_it_by_default(
-    sharded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_gpu(monkeypatch, has_bf16=True, emulates_bf16=True)
-    assert start._precision(None, cpu=False, sharded=sharded) == "bf16"
-
-
 @pytest.mark.parametrize(
-    ("sharded", "precision"),
-    [pytest.param(False, "fp16", id="replicated"), pytest.param(True, "no", id="sharded")],
-)
-def test_a_gpu_that_emulates_bfloat16_does_not_use_it(
-    sharded: bool, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_gpu(monkeypatch, has_bf16=False, emulates_bf16=True)
-    assert start._precision(None, cpu=False, sharded=sharded) == precision
-
-
-def test_a_cpu_uses_float32_by_default() -> None:
-    assert start._precision(None, cpu=True, sharded=False) == "no"
-
-
-@pytest.mark.parametrize(("requested", "cpu"), [("no", False), ("fp16", False), ("bf16", True)])
-def test_a_requested_precision_is_used(
-    requested: str, cpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_gpu(monkeypatch, has_bf16=True, emulates_bf16=True)
-    assert start._precision(requested, cpu=cpu, sharded=False) == requested
-
-
-@pytest.mark.parametrize(
-    ("precision", "cpu", "sharding", "bitwise", "message"),
+    ("requested", "device", "sharded", "precision"),
     [
-        pytest.param("fp16", True, None, False, "fp16 needs a GPU", id="fp16 on a CPU"),
-        pytest.param(
-            "fp16",
-            False,
-            Sharding(1, 2),
-            False,
-            "fp16 is not supported for sharded models",
-            id="fp16 with shards",
-        ),
-        pytest.param(
-            "no",
-            True,
-            Sharding(1, 2),
-            True,
-            "--bitwise is not supported for sharded models",
-            id="bitwise with shards",
-        ),
+        (None, "a GPU with bfloat16", False, "bf16"),
+        (None, "a GPU with bfloat16", True, "bf16"),
+        (None, "a GPU that emulates it", False, "fp16"),
+        (None, "a GPU that emulates it", True, "no"),
+        (None, "a CPU", False, "no"),
+        ("fp16", "a GPU with bfloat16", False, "fp16"),
+        ("bf16", "a CPU", False, "bf16"),
+    ],
+)
+def test_the_precision_is_that_of_the_user_or_fits_the_device(
+    requested: str | None,
+    device: str,
+    sharded: bool,
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        return including_emulation or device == "a GPU with bfloat16"
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device != "a CPU")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    assert start._precision(requested, cpu=device == "a CPU", sharded=sharded) == precision
+
+
+@pytest.mark.parametrize(
+    ("precision", "cpu", "sharding", "bitwise", "named"),
+    [
+        ("fp16", True, None, False, "fp16"),
+        ("fp16", False, Sharding(1, 2), False, "fp16"),
+        ("no", True, Sharding(1, 2), True, "--bitwise"),
     ],
 )
 def test_an_unsupported_precision_is_refused(
-    precision: str, cpu: bool, sharding: Sharding | None, bitwise: bool, message: str
+    precision: str, cpu: bool, sharding: Sharding | None, bitwise: bool, named: str
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=named):
         start._check_precision(precision, cpu, sharding=sharding, bitwise=bitwise)
 
 
@@ -182,94 +157,75 @@ def four_processes_on_eight_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 @pytest.mark.usefixtures("four_processes_on_eight_cores")
-def test_processes_share_the_cores_of_a_machine() -> None:
+def test_processes_share_the_cores_of_a_machine_unless_the_user_set_a_number() -> None:
     assert start._share_threads(None) == 2
-
-
-@pytest.mark.usefixtures("four_processes_on_eight_cores")
-def test_a_shared_number_of_threads_is_not_taken_for_the_user_s_by_the_next_run() -> None:
-    start._share_threads(None)
     for bitwise, threads in ((True, 1), (False, 2)):
         written_by_last_run = int(os.environ["OMP_NUM_THREADS"])
         assert start._share_threads(written_by_last_run, bitwise) == threads
 
-
-@pytest.mark.usefixtures("four_processes_on_eight_cores")
-@pytest.mark.parametrize("threads", [3, 5])
-def test_a_requested_number_of_threads_is_used(threads: int) -> None:
-    start._share_threads(None)  # by an earlier run of the process
-    assert start._share_threads(threads) == threads
-    assert torch.get_num_threads() == threads
+    assert start._share_threads(5) == 5
+    assert torch.get_num_threads() == 5
 
 
 # --- processes
 
 
-def pretend_launched(
-    monkeypatch: pytest.MonkeyPatch, by_launcher: bool, processes: int | None
-) -> None:
-    launched = Launched(
-        by_launcher=by_launcher, precision=None, threads=None, on_cpu=False, processes=processes
-    )
-    monkeypatch.setattr(launch_checks, "launched_by", lambda: launched)
+# Variables of a single process whose address accelerate, or the user, has set.
+ADDRESS = {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_DYNAMO_MODE": "default"}
 
 
 @pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the variables of a single process whose address accelerate, or the user, has set."""
+def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Check a launch with these variables. Behind a wrapper, no launcher is seen."""
+
+    def check_with(processes: int | None = None, behind_wrapper: bool = False, **variables: object):
+        launched = Launched(
+            by_launcher=not behind_wrapper,
+            precision=None,
+            threads=None,
+            on_cpu=False,
+            processes=processes,
+        )
+        monkeypatch.setattr(launch_checks, "launched_by", lambda: launched)
+        set_variables(monkeypatch, **variables)
+        check_launch()
+
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    set_variables(monkeypatch, MASTER_ADDR="127.0.0.1", ACCELERATE_DYNAMO_MODE="default")
+    monkeypatch.setattr(sys, "argv", ["recipes/gpt.py", "--run_name", "my run"])
+    return check_with
 
 
-@pytest.mark.usefixtures("address")
-def test_one_process_instead_of_two_is_an_error_with_the_right_command(
-    monkeypatch: pytest.MonkeyPatch,
+def test_one_process_may_be_meant_so(check: Callable[..., None]) -> None:
+    check(**ADDRESS)
+    check(processes=1, **ADDRESS)
+    check(behind_wrapper=True, **ADDRESS, WORLD_SIZE=2, RANK=0, MASTER_PORT=1)
+
+
+def test_plain_python_with_exported_variables_may_start(check: Callable[..., None]) -> None:
+    # Only accelerate sets ACCELERATE_DYNAMO_MODE.
+    check(behind_wrapper=True, MASTER_ADDR="127.0.0.1", ACCELERATE_MIXED_PRECISION="bf16")
+    check(behind_wrapper=True, ACCELERATE_USE_DEEPSPEED="false")
+
+
+@pytest.mark.parametrize(
+    ("launch", "remedy"),
+    [
+        (
+            {"processes": 2, **ADDRESS},
+            "use: accelerate launch --multi_gpu --num_processes 2 recipes/gpt.py --run_name 'my run'",
+        ),
+        ({"behind_wrapper": True, **ADDRESS}, "for one process, unset MASTER_ADDR; "),
+        ({"WORLD_SIZE": 2}, "unset WORLD_SIZE"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": 4}, "gradient_accumulation_steps"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "multi_gpu.yaml recipes/gpt.py --run_name 'my run'"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM"),
+    ],
+)
+def test_a_launch_that_is_not_as_the_user_asked_is_refused_with_what_to_do(
+    launch: dict[str, Any], remedy: str, check: Callable[..., None]
 ) -> None:
-    pretend_launched(monkeypatch, by_launcher=True, processes=2)
-    message = r"^2 processes were requested, .* accelerate launch --multi_gpu --num_processes 2 "
-    with pytest.raises(UserError, match=message) as caught:
-        check_launch()
-    assert "MASTER_ADDR" not in str(caught.value)
-
-
-@pytest.mark.usefixtures("address")
-def test_one_process_behind_a_wrapper_script_may_be_meant_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The wrapper hides the command line of the launcher."""
-    pretend_launched(monkeypatch, by_launcher=False, processes=None)
-    message = (
-        r"^several processes were requested, .*; for one process, unset MASTER_ADDR; for several, "
-    )
-    with pytest.raises(UserError, match=message):
-        check_launch()
-
-    set_variables(monkeypatch, WORLD_SIZE=2, RANK=0, MASTER_PORT=1)
-    check_launch()
-
-
-@pytest.mark.usefixtures("address")
-@pytest.mark.parametrize("processes", [None, 1])
-def test_one_requested_process_with_an_address_may_start(
-    processes: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_launched(monkeypatch, by_launcher=True, processes=processes)
-    check_launch()
-
-
-@pytest.mark.usefixtures("address")
-def test_plain_python_with_exported_variables_may_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ACCELERATE_DYNAMO_MODE")  # only accelerate sets it
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    pretend_launched(monkeypatch, by_launcher=False, processes=None)
-    check_launch()
-
-
-def test_a_world_size_without_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    message = "WORLD_SIZE is 2, but RANK, MASTER_ADDR or MASTER_PORT is not set; unset"
-    with pytest.raises(UserError, match=message):
-        check_launch()
+    with pytest.raises(UserError, match=re.escape(remedy)):
+        check(**launch)
 
 
 def test_a_process_group_without_all_launched_processes_is_refused(
@@ -363,70 +319,24 @@ def pretend_devices(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> N
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
 
 
-@pytest.fixture
-def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_variables(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2)
-
-
-@pytest.mark.usefixtures("two_processes")
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_devices(monkeypatch, "cuda", count=1)
-    message = "2 processes were started on a machine with 1 GPU; start one per GPU"
-    with pytest.raises(UserError, match=message):
-        start.use_cpu(is_chosen=False)
-
-
-@pytest.mark.usefixtures("two_processes")
 @pytest.mark.parametrize(
-    ("kind", "count", "uses_cpu"),
+    ("kind", "count", "is_chosen", "uses_cpu"),
     [
-        pytest.param("cuda", 2, False, id="a GPU each"),
-        pytest.param("mps", 1, True, id="a Mac, whose GPU takes one process"),
+        pytest.param("cuda", 2, False, False, id="a GPU each"),
+        pytest.param("mps", 1, False, True, id="a Mac, whose GPU takes one process"),
+        pytest.param("cuda", 1, True, True, id="the user chose the CPU"),
     ],
 )
 def test_two_processes_use_gpus_if_there_is_one_for_each(
-    kind: str, count: int, uses_cpu: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, count: int, is_chosen: bool, uses_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    set_variables(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2)
     pretend_devices(monkeypatch, kind, count)
-    assert start.use_cpu(is_chosen=False) is uses_cpu
+    assert start.use_cpu(is_chosen) is uses_cpu
 
-
-@pytest.mark.usefixtures("two_processes")
-@pytest.mark.parametrize(("kind", "count"), [("cuda", 1), ("cuda", 2), ("mps", 1)])
-def test_processes_use_the_cpu_if_the_user_chose_it(
-    kind: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_devices(monkeypatch, kind, count)
-    assert start.use_cpu(is_chosen=True)
-
-
-# --- what an accelerate config may ask for
-
-
-def test_accumulation_in_the_accelerate_config_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    with pytest.raises(UserError, match="gradient_accumulation_steps to 4"):
-        check_launch()
-
-
-@pytest.mark.parametrize("library", ["DEEPSPEED", "MEGATRON_LM"])
-def test_an_unsupported_library_is_refused_with_the_command_to_use(
-    library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(f"ACCELERATE_USE_{library}", "true")
-    message = "not support yet; use: accelerate launch --config_file accelerate_configs/"
-    with pytest.raises(UserError, match=message):
-        check_launch()
-
-    monkeypatch.setenv(f"ACCELERATE_USE_{library}", "false")
-    check_launch()
-
-
-def test_the_command_to_use_keeps_the_quotes_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(sys, "argv", ["recipes/gpt.py", "--run_name", "my run"])
-    with pytest.raises(UserError, match=r"multi_gpu.yaml recipes/gpt.py --run_name 'my run'$"):
-        check_launch()
+    pretend_devices(monkeypatch, "cuda", count=1)
+    with pytest.raises(UserError, match="--num_processes"):
+        start.use_cpu(is_chosen=False)
 
 
 # --- the process of a recipe
@@ -449,11 +359,7 @@ launch(main)
 
 
 @pytest.mark.parametrize(
-    ("fails", "status", "out"),
-    [
-        pytest.param(False, 0, "trained\nshown\n", id="success"),
-        pytest.param(True, 3, "trained\n", id="failure"),
-    ],
+    ("fails", "status", "out"), [(False, 0, "trained\nshown\n"), (True, 3, "trained\n")]
 )
 def test_the_result_of_a_recipe_is_shown_if_it_succeeds(fails: bool, status: int, out: str) -> None:
     command = [sys.executable, "-c", RECIPE.format(fails=fails)]
