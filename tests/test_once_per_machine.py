@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from llmtrain import once_per_machine as module
-from llmtrain.data import recipe_records
 from llmtrain.data.recipe_records import records_source
 from llmtrain.once_per_machine import once_per_machine
 from tests.launching import PYTHON, long_form, run, torchrun
@@ -34,10 +33,9 @@ def source(word):
         write("reads", [attempt, word])
     return records
 
-fingerprint = "v1" if case == "named" else None
 for word in ("one", "two"):
     data = lt.DataConfig(tokenizer="byte", eval_fraction=0.0)
-    made = lt.tokenize(data, 16, records=source(word), records_fingerprint=word + str(fingerprint) if fingerprint else None)
+    made = lt.tokenize(data, 16, records=source(word))
     write("rows", [attempt, word, made.metadata.data_sha256])
 if case == "changing" and attempt == "0":
     sys.exit(3)
@@ -61,51 +59,36 @@ for word in ("one", "two"):
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
+def script(tmp_path: Path) -> list[str]:
+    """The words of the script, without its case."""
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    return path
+    return [str(path), str(tmp_path)]
 
 
 def lines(folder: Path, name: str) -> list[list[str]]:
     path = folder / name
-    content = path.read_text().splitlines() if path.exists() else []
-    path.unlink(missing_ok=True)
+    content = path.read_text().splitlines()
+    path.unlink()
     return [json.loads(line) for line in content]
 
 
-def environment(folder: Path) -> dict[str, str]:
-    return {"LLMTRAIN_CACHE": str(folder / "cache")}
-
-
 def test_all_processes_of_a_launch_read_a_generator_as_often_as_one_process(
-    tmp_path: Path, script: Path
+    tmp_path: Path, script: list[str]
 ) -> None:
-    def reads(command: list[str], case: str, cache: str) -> Counter[str]:
-        env = environment(tmp_path / cache)
-        run([*command, str(script), str(tmp_path), case], env).assert_ok()
+    def reads(command: list[str], cache: str) -> Counter[str]:
+        run([*command, *script, "plain"], {"LLMTRAIN_CACHE": f"{tmp_path}/{cache}"}).assert_ok()
         return Counter(word for _, word in lines(tmp_path, "reads"))
 
-    alone = reads(PYTHON, "plain", "first")
-    assert reads(PYTHON, "plain", "first") == {"one": 1, "two": 1}
-    assert reads(torchrun(2), "plain", "second") == alone
-    assert reads(torchrun(2), "plain", "second") == {"one": 1, "two": 1}
+    assert reads(torchrun(2), "first") == reads(PYTHON, "second")
     rows = Counter((word, digest) for _, word, digest in lines(tmp_path, "rows"))
-    assert list(rows.values()) == [6, 6]  # of six processes
-
-
-def test_a_named_fingerprint_reads_nothing(tmp_path: Path, script: Path) -> None:
-    command = [*PYTHON, str(script), str(tmp_path), "named"]
-    run(command, environment(tmp_path)).assert_ok()
-    assert lines(tmp_path, "reads")
-    run(command, environment(tmp_path)).assert_ok()
-    assert lines(tmp_path, "reads") == []
+    assert list(rows.values()) == [3, 3]  # of three processes
 
 
 @long_form
-def test_restarted_processes_read_the_records_again(tmp_path: Path, script: Path) -> None:
-    command = [*torchrun(2), "--max-restarts", "1", str(script), str(tmp_path), "changing"]
-    run(command, environment(tmp_path)).assert_ok()
+def test_restarted_processes_read_the_records_again(tmp_path: Path, script: list[str]) -> None:
+    command = [*torchrun(2), "--max-restarts", "1", *script, "changing"]
+    run(command, {"LLMTRAIN_CACHE": str(tmp_path / "cache")}).assert_ok()
     rows = Counter((attempt, word, digest) for attempt, word, digest in lines(tmp_path, "rows"))
     digests = {(attempt, word): digest for attempt, word, digest in rows}
     assert len(set(digests.values())) == len(digests) == 4
@@ -163,7 +146,6 @@ def test_a_failure_is_no_result(launched: Path, monkeypatch: pytest.MonkeyPatch)
     ("variable", "value"),
     [
         ("TORCHELASTIC_ERROR_FILE", ""),
-        ("TORCHELASTIC_ERROR_FILE", "/dev/null"),
         ("TORCHELASTIC_ERROR_FILE", "/somewhere/attempt_0/1/error.json"),
         ("TORCHELASTIC_RESTART_COUNT", "1"),
         ("LOCAL_RANK", "0"),
@@ -206,13 +188,20 @@ def test_a_name_stands_for_the_records() -> None:
     assert first != records_source(lambda: ["a"], "v1").fingerprint()
 
 
-def test_functions_of_one_function_are_told_apart_by_the_values_that_they_hold() -> None:
+def test_functions_of_one_function_are_told_apart_by_the_values_that_they_hold(
+    launched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def make(value: object) -> Callable[[], list[str]]:
         return lambda: [str(value)]
 
-    first = recipe_records._identity_of_function(make(1))
-    assert first == recipe_records._identity_of_function(make(1))
-    assert first != recipe_records._identity_of_function(make(2))
-    assert recipe_records._identity_of_function(make(object())) is None
-    partials = [functools.partial(sorted, reverse=reverse) for reverse in (True, False)]
-    assert len({*map(recipe_records._identity_of_function, partials)}) == 2
+    def fingerprint(records: Callable[[], list[str]]) -> str:
+        again(monkeypatch)
+        return records_source(records).fingerprint()
+
+    assert fingerprint(make(1)) == fingerprint(make(1)) != fingerprint(make(2))
+    partials = [functools.partial(sorted, "ab", reverse=reverse) for reverse in (True, False)]
+    assert len({*map(fingerprint, partials)}) == 2
+
+    files = len(list(launched.glob("*.json")))
+    fingerprint(make(object()))
+    assert len(list(launched.glob("*.json"))) == files, "not certain, so nothing is shared"
