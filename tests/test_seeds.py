@@ -1,12 +1,9 @@
 """Seeds of different purposes start different random numbers, also in torch's 32-bit generator."""
 
-import ast
-
 import pytest
 import torch
 
 from llmtrain.seeds import key_of, seed_of
-from tests.launching import ROOT
 
 
 @pytest.mark.parametrize(
@@ -44,16 +41,3 @@ def test_whatever_a_seed_is_made_of_starts_other_numbers_of_torch():
                 drawn.add(float(torch.rand((), generator=generator, dtype=torch.float64)))
 
     assert len(drawn) == len(seeds) * 3 * 3
-
-
-def test_every_seed_of_torch_is_made_by_one_function():
-    """The lessons are left out: they show torch, and each has a seed of its own."""
-    calls = {}
-    for path in (ROOT / "llmtrain").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-            if is_call and node.func.attr == "manual_seed" and path.parent.name != "lessons":
-                calls[f"{path.name}:{node.lineno}"] = ast.unparse(node.args[0])
-
-    assert len(calls) >= 8
-    assert {place: seed for place, seed in calls.items() if "seed_of" not in seed} == {}
