@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from llmtrain.config.command_line import parse
 from llmtrain.config.yaml_file import settings_in
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
-from llmtrain.errors import UserError
+from llmtrain.launching.accelerator import forget_accelerator
 from tests.launching import ROOT, long_form
 from tests.multimodal import write_checkpoint
 
 CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
-NAMES = [path.stem for path in CONFIGS]
+each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 # These are trained by `make test`, and the others by its long form.
 TRAINED_ALWAYS = ["qwen3-0.6b-lora", "qwen1.5-1.8b-kto"]
 
@@ -61,11 +62,8 @@ STAND_INS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def _one_after_the_other() -> Iterator[None]:
-    from accelerate.state import AcceleratorState, GradientState
-
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerator()
 
 
 def command_in(path: Path) -> str:
@@ -87,7 +85,7 @@ def printed(recipe: dict[str, Any], capsys: pytest.CaptureFixture, *argv: str) -
     return str(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
+@each_config
 def test_a_file_is_what_print_config_prints_and_sets_only_what_differs(
     path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -101,15 +99,13 @@ def test_a_file_is_what_print_config_prints_and_sets_only_what_differs(
         assert not setting.is_set or setting.value != defaults[name].value, name
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
+@each_config
 def test_the_comment_of_a_file_has_the_command_that_runs_it(path: Path) -> None:
     command = command_in(path)
     assert command.endswith(f" --config recipes/configs/{path.name}")
-    (launch,) = re.findall(r"--config_file (\S+)", command)
+    [launch] = re.findall(r"--config_file (\S+)", command)
     assert (ROOT / launch).is_file()
-    content = yaml.safe_load(path.read_text())
-    assert content["output_dir"] == f"runs/{path.stem}"
-    assert f"recipes/configs/{path.name}" in (ROOT / "docs/guides/ready-configs.md").read_text()
+    assert yaml.safe_load(path.read_text())["output_dir"] == f"runs/{path.stem}"
 
 
 def write_stand_in(name: str, folder: Path) -> None:
@@ -131,16 +127,15 @@ def write_data(content: dict[str, Any], folder: Path) -> None:
     records: list[dict[str, Any]] = []
     for number in range(20):
         question = f"{number} and 1?"
-        answer = [{"role": "assistant", "content": f"{number + 1}"}]
-        conversation = [{"role": "user", "content": question}, *answer]
+        answer = f"{number + 1}"
         if "from_config" in content:
-            records.append({"text": f"{number} and 1 are {number + 1}. " * 10})
+            records.append({"text": f"{number} and 1 are {answer}. " * 10})
         elif content.get("loss_type") == ["kto"]:
             records.append({"prompt": question, "completion": "yes", "label": number % 2 == 0})
-        elif recipe_is_preference(content):
-            records.append({"prompt": question, "chosen": f"{number + 1}", "rejected": "no"})
+        elif "beta" in content or "loss_type" in content:
+            records.append({"prompt": question, "chosen": answer, "rejected": "no"})
         else:
-            records.append({"messages": conversation})
+            records.append({"messages": [message("user", question), message("assistant", answer)]})
     splits = {content.get("dataset_train_split", "train"): Dataset.from_list(records)}
     if "dataset_test_split" in content:
         splits[content["dataset_test_split"]] = Dataset.from_list(records[:4])
@@ -148,8 +143,11 @@ def write_data(content: dict[str, Any], folder: Path) -> None:
         rows.to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
 
 
-def recipe_is_preference(content: dict[str, Any]) -> bool:
-    return "beta" in content or "loss_type" in content
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+TRAINING = "--max_length 64 --global_batch_size 4 --max_steps 2 --warmup_steps 1 --report_to none"
 
 
 @pytest.mark.parametrize(
@@ -158,48 +156,19 @@ def recipe_is_preference(content: dict[str, Any]) -> bool:
         path if path.stem in TRAINED_ALWAYS else pytest.param(path, marks=long_form)
         for path in CONFIGS
     ],
-    ids=NAMES,
+    ids=lambda path: path.stem,
 )
 def test_a_file_trains_a_tiny_model_of_its_class(path: Path, tmp_path: Path) -> None:
     content = yaml.safe_load(path.read_text())
     model_flag = "model_name_or_path" if "model_name_or_path" in content else "from_config"
     write_stand_in(content[model_flag], tmp_path / "model")
     write_data(content, tmp_path / "data")
-    flags = {
-        model_flag: tmp_path / "model",
-        "dataset": tmp_path / "data",
-        "output_dir": tmp_path / "run",
-        "max_length": 64,
-        "global_batch_size": 4,
-        "max_steps": 2,
-        "warmup_steps": 1,
-        "report_to": "none",
-        **({"tokenizer": tmp_path / "model"} if "tokenizer" in content else {}),
-    }
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    recipe_of(path)["main"](["--config", str(path), *words])
+    paths = f"--{model_flag} {tmp_path}/model --dataset {tmp_path}/data --output_dir {tmp_path}/run"
+    tokenizer = f"--tokenizer {tmp_path}/model" if "tokenizer" in content else ""
+
+    flags = shlex.split(f"--config {path} {TRAINING} {paths} {tokenizer}")
+    recipe_of(path)["main"](flags)
+
     is_adapter = "lora_r" in content
     weights = "adapter_model.safetensors" if is_adapter else "model.safetensors"
     assert (tmp_path / "run" / "model" / weights).is_file()
-
-
-def test_every_named_model_has_a_stand_in() -> None:
-    contents = [yaml.safe_load(path.read_text()) for path in CONFIGS]
-    names = {
-        content.get("model_name_or_path") or content.get("from_config") for content in contents
-    }
-    assert names == {*STAND_INS}
-    assert {*TRAINED_ALWAYS} < {*NAMES}
-
-
-def test_a_file_for_a_class_that_transformers_lacks_is_one_line(tmp_path: Path) -> None:
-    path = CONFIGS[NAMES.index("qwen3-0.6b-lora")]
-    write_stand_in("Qwen/Qwen3-0.6B", tmp_path / "model")
-    write_data(yaml.safe_load(path.read_text()), tmp_path / "data")
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "of_next_year"}')
-    words = ["--config", str(path), "--model_name_or_path", str(tmp_path / "model")]
-    words += ["--dataset", str(tmp_path / "data"), "--output_dir", str(tmp_path / "run")]
-    with pytest.raises(UserError, match="of_next_year") as caught:
-        recipe_of(path)["main"](words)
-    assert "\n" not in str(caught.value)
-    print(caught.value)
