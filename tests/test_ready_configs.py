@@ -17,8 +17,10 @@ from llmtrain.config.command_line import parse
 from llmtrain.config.yaml_file import settings_in
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
+from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import forget_accelerator
-from tests.launching import ROOT, long_form
+from recipes import finetune
+from tests.launching import ROOT, long_form, write_chats
 from tests.multimodal import write_checkpoint
 
 CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
@@ -172,3 +174,14 @@ def test_a_file_trains_a_tiny_model_of_its_class(path: Path, tmp_path: Path) -> 
     is_adapter = "lora_r" in content
     weights = "adapter_model.safetensors" if is_adapter else "model.safetensors"
     assert (tmp_path / "run" / "model" / weights).is_file()
+
+
+def test_a_model_of_a_class_that_transformers_lacks_is_one_line(tmp_path: Path) -> None:
+    write_stand_in("Qwen/Qwen3-0.6B", tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "of_next_year"}')
+    chats = write_chats(tmp_path / "chats.jsonl")
+    flags = f"--model_name_or_path {tmp_path}/model --dataset {chats} --output_dir {tmp_path}/run"
+
+    with pytest.raises(UserError, match="of_next_year") as caught:
+        finetune.main(shlex.split(f"{flags} {TRAINING}"))
+    assert "\n" not in str(caught.value)
