@@ -107,9 +107,7 @@ ordinary = (
     | st.booleans()
     | st.none()
     | st.lists(
-        st.sampled_from(
-            ["--tokenizer", "bpe:512", "--tokens", "12345678", "--seed=3", "train", "--text_key"]
-        )
+        st.sampled_from(["--tokenizer", "bpe:512", "--tokens", "123456", "--seed=3", "--text_key"])
     )
 )
 
@@ -171,29 +169,17 @@ def test_a_url_keeps_its_host_and_loses_its_user(user: str, password: str) -> No
 
 
 def test_the_rest_of_a_command_line_stays() -> None:
-    line = [
-        "recipes/gpt.py",
-        "--hub_token",
-        "Q9",
-        "--tokenizer",
-        "byte",
-        "--use_token",
-        "--seed",
-        "3",
-    ]
-    assert redacted(line) == ["recipes/gpt.py", "--hub_token", "***", *line[3:]]
+    line = "recipes/gpt.py --hub_token Q9 --tokenizer byte --use_token --seed 3"
+    expected = "recipes/gpt.py --hub_token *** --tokenizer byte --use_token --seed 3"
+    assert redacted(line.split()) == expected.split()
     assert redacted("--hub_token Q9 --seed 3") == "--hub_token *** --seed 3"
 
 
 def test_40_hex_digits_are_a_secret_under_the_name_of_a_key_alone() -> None:
     digits = "0123456789abcdef0123456789abcdef01234567"
     assert redacted({"wandb_key": digits, "sha": digits}) == {"wandb_key": "***", "sha": digits}
-    assert redacted(["--wandb_key", digits, "--sha", digits]) == [
-        "--wandb_key",
-        "***",
-        "--sha",
-        digits,
-    ]
+    words = ["--wandb_key", digits, "--sha", digits]
+    assert redacted(words) == ["--wandb_key", "***", "--sha", digits]
     assert redacted(f"key={digits} sha={digits}") == f"key=*** sha={digits}"
 
 
@@ -235,9 +221,8 @@ def test_no_secret_reaches_any_file_of_a_run(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "Q9" * 20)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(
-        sys, "argv", [sys.argv[0], "--hub_token", "Q9word", "--dataset", "https://me:Q9pass@host/x"]
-    )
+    words = ["--hub_token", "Q9word", "--dataset", "https://me:Q9pass@host/x"]
+    monkeypatch.setattr(sys, "argv", [sys.argv[0], *words])
     settings = {
         "hub_token": {"value": "Q9word", "from": "command line"},
         "dataset": {"value": ["https://me:Q9pass@host/x"], "from": "command line"},
@@ -246,11 +231,8 @@ def test_no_secret_reaches_any_file_of_a_run(
     }
     monkeypatch.setattr(opening, "resolved", lambda _: settings)
     monkeypatch.setattr(opening, "run_fingerprint", lambda *_: {"seed": 3})
-    rows = tokenize(
-        DataConfig(tokenizer="byte"),
-        8,
-        records=lambda: iter(["a text", "another text", "and more of it"]),
-    )
+    texts = ["a text", "another text", "and more of it"]
+    rows = tokenize(DataConfig(tokenizer="byte"), 8, records=texts)
     s = Settings(
         data=DataConfig(),
         run=RunConfig(output_dir=str(tmp_path / "run"), report_to=["wandb", "tensorboard"]),
@@ -269,12 +251,8 @@ def test_no_secret_reaches_any_file_of_a_run(
     record = json.loads((folder / "run.json").read_text())
     assert record["settings"]["hub_token"]["value"] == "***"
     assert record["settings"]["seed"]["value"] == 3
-    assert record["starts"][0]["command"][1:] == [
-        "--hub_token",
-        "***",
-        "--dataset",
-        "https://***@host/x",
-    ]
+    command = record["starts"][0]["command"][1:]
+    assert command == ["--hub_token", "***", "--dataset", "https://***@host/x"]
     assert sys.argv[2] == "Q9word"
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" for path in files)
