@@ -17,7 +17,6 @@ import llmtrain
 
 PACKAGE = Path(llmtrain.__file__).parent
 
-
 # The versions that were seen to have the names.
 VERSIONS = {
     "argparse": "Python 3.14",
@@ -26,96 +25,72 @@ VERSIONS = {
     "transformers": "transformers 5.23",
     "datasets": "datasets 5.2",
 }
-# Why the package needs them -> the private names, each with its module or class.
-REASONS = {
-    "a command parses the flags again that stand after the recipe's name": (
-        "argparse.ArgumentParser._actions",
-        "argparse.ArgumentParser._add_action",
-    ),
-    "from the ninth shape on, torch runs eager code, which rounds differently": (
-        "torch._dynamo.config.recompile_limit",
-    ),
-    "DDP would split a compiled block at the end of a bucket": (
-        "torch._dynamo.config.optimize_ddp",
-    ),
-    "an error of the compiler is told from one of the model": (
-        "torch._dynamo.exc.TorchDynamoException",
-    ),
-    "the number of documents differs between micro-batches": ("torch._dynamo.maybe_mark_dynamic",),
-    "a user's torch.compile(model) is unwrapped": (
-        "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
-    ),
-    "DDP takes a communication hook once, and does not say whether it has one": (
-        "torch.nn.parallel.DistributedDataParallel._comm_hooks",
-    ),
-    "heartbeats go through the launcher's store, which has no public name": (
-        "torch.distributed.distributed_c10d._get_default_store",
-    ),
-    "a heartbeat tells which collective a rank has not begun": (
-        "torch.distributed.ProcessGroup._get_sequence_number_for_group",
-    ),
-    "the type of FSDP2's units": (
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
-    ),
-    "the reductions of each unit are counted": (
-        "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
-        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group",
-    ),
-    "empty shards get distinct addresses, by which Accelerate tells parameters apart": (
-        "torch.distributed.tensor.DTensor._local_tensor",
-    ),
-    "an optimizer with hooks must not be called if its step is skipped": (
-        "torch.optim.Optimizer._optimizer_step_pre_hooks",
-        "torch.optim.Optimizer._optimizer_step_post_hooks",
-    ),
-    "the backward pass of softmax in one kernel, for attention on CPUs": (
-        "torch._softmax_backward_data",
-    ),
-    "whether a CPU multiplies in bfloat16 at full speed": (
-        "torch.ops.mkldnn._is_mkldnn_bf16_supported",
-    ),
-    "the tensors inside the arguments and results of any function": (
-        "torch.utils._pytree.tree_leaves",
-    ),
-    "the memory of activations is counted operation by operation": (
-        "torch.utils._python_dispatch.TorchDispatchMode",
-    ),
-    "the memory of activations is counted without allocating it": (
-        "torch._subclasses.fake_tensor.FakeTensorMode",
-    ),
-    "identifies the storage of a fake tensor, which has no address": (
-        "torch.UntypedStorage._cdata",
-    ),
-    "a notebook makes one run after the other in the same process": (
-        "accelerate.state.AcceleratorState._reset_state",
-        "accelerate.state.GradientState._reset_state",
-    ),
-    "Accelerate would use DDP on CPUs although FSDP was asked for": (
-        "accelerate.state.PartialState._shared_state",
-    ),
-    "which attention a model computes with": (
-        "transformers.PreTrainedConfig._attn_implementation",
-    ),
-    "a new model is initialised module by module, the same for any number of ranks": (
-        "transformers.PreTrainedModel._init_weights",
-    ),
-    "the names of a model's repeated blocks": ("transformers.PreTrainedModel._no_split_modules",),
-    "compiles a chat template with all functions that templates use": (
-        "transformers.utils.chat_template_utils._compile_jinja_template",
-    ),
-    "messages reach a template as transformers converts them": (
-        "transformers.utils.chat_template_utils._plain_template_data",
-        "transformers.utils.chat_template_utils._alias_reasoning_fields",
-    ),
-    "the grouped product has no shape inference for float32, which plans need": (
-        "transformers.integrations.moe._can_use_grouped_mm",
-    ),
-    "a data set in memory is recognised when a run resumes": ("datasets.Dataset._fingerprint",),
-    "rows are read from the table itself, which a selection does not follow": (
-        "datasets.Dataset._indices",
-    ),
-}
-NAMES = [name for names in REASONS.values() for name in names]
+# The private names, each with its module or class, below the reason.
+NAMES = [
+    # A command parses the flags again that stand after the recipe's name.
+    "argparse.ArgumentParser._actions",
+    "argparse.ArgumentParser._add_action",
+    # From the ninth shape on, torch runs eager code, which rounds differently.
+    "torch._dynamo.config.recompile_limit",
+    # DDP would split a compiled block at the end of a bucket.
+    "torch._dynamo.config.optimize_ddp",
+    # An error of the compiler is told from one of the model.
+    "torch._dynamo.exc.TorchDynamoException",
+    # The number of documents differs between micro-batches.
+    "torch._dynamo.maybe_mark_dynamic",
+    # A user's torch.compile(model) is unwrapped.
+    "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
+    # DDP takes a communication hook once, and does not say whether it has one.
+    "torch.nn.parallel.DistributedDataParallel._comm_hooks",
+    # Heartbeats go through the launcher's store, which has no public name.
+    "torch.distributed.distributed_c10d._get_default_store",
+    # A heartbeat tells which collective a rank has not begun.
+    "torch.distributed.ProcessGroup._get_sequence_number_for_group",
+    # The type of FSDP2's units.
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+    # The reductions of each unit are counted.
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group",
+    # Empty shards get distinct addresses, by which Accelerate tells parameters apart.
+    "torch.distributed.tensor.DTensor._local_tensor",
+    # An optimizer with hooks must not be called if its step is skipped.
+    "torch.optim.Optimizer._optimizer_step_pre_hooks",
+    "torch.optim.Optimizer._optimizer_step_post_hooks",
+    # The backward pass of softmax in one kernel, for attention on CPUs.
+    "torch._softmax_backward_data",
+    # Whether a CPU multiplies in bfloat16 at full speed.
+    "torch.ops.mkldnn._is_mkldnn_bf16_supported",
+    # The tensors inside the arguments and results of any function.
+    "torch.utils._pytree.tree_leaves",
+    # The memory of activations is counted operation by operation.
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    # The memory of activations is counted without allocating it.
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    # Identifies the storage of a fake tensor, which has no address.
+    "torch.UntypedStorage._cdata",
+    # A notebook makes one run after the other in the same process.
+    "accelerate.state.AcceleratorState._reset_state",
+    "accelerate.state.GradientState._reset_state",
+    # Accelerate would use DDP on CPUs although FSDP was asked for.
+    "accelerate.state.PartialState._shared_state",
+    # Which attention a model computes with.
+    "transformers.PreTrainedConfig._attn_implementation",
+    # A new model is initialised module by module, the same for any number of ranks.
+    "transformers.PreTrainedModel._init_weights",
+    # The names of a model's repeated blocks.
+    "transformers.PreTrainedModel._no_split_modules",
+    # Compiles a chat template with all functions that templates use.
+    "transformers.utils.chat_template_utils._compile_jinja_template",
+    # Messages reach a template as transformers converts them.
+    "transformers.utils.chat_template_utils._plain_template_data",
+    "transformers.utils.chat_template_utils._alias_reasoning_fields",
+    # The grouped product has no shape inference for float32, which plans need.
+    "transformers.integrations.moe._can_use_grouped_mm",
+    # A data set in memory is recognised when a run resumes.
+    "datasets.Dataset._fingerprint",
+    # Rows are read from the table itself, which a selection does not follow.
+    "datasets.Dataset._indices",
+]
 
 # Names that look private and are not: Python documents them, or they are our own.
 PUBLIC = {"os._exit", "group"}
@@ -190,16 +165,17 @@ def is_use_of(used: str, name: str) -> bool:
     return f".{name}".endswith(f".{used}")
 
 
-@pytest.mark.parametrize("reason", REASONS)
-def test_other_libraries_have_the_private_names_that_we_use(reason: str) -> None:
-    for name in REASONS[reason]:
-        version = VERSIONS[name.partition(".")[0]]
-        places = [paths for used, paths in users().items() if is_use_of(used, name)]
-        assert places, f"nothing uses {name} any more, so delete its row"
-        assert exists(name), f"{version} had {name}. It is needed because {reason}: see {places}."
+@pytest.mark.parametrize("name", NAMES)
+def test_other_libraries_have_the_private_names_that_we_use(name: str) -> None:
+    places = [paths for used, paths in users().items() if is_use_of(used, name)]
+    assert places, f"nothing uses {name} any more, so delete its row"
+    version = VERSIONS[name.partition(".")[0]]
+    assert exists(name), (
+        f"{name} has moved: {version} had it. The table says why {places} needs it."
+    )
 
 
-def test_every_private_name_has_its_reason() -> None:
+def test_the_table_has_every_private_name() -> None:
     used = users().keys() - PUBLIC
     new = [use for use in used if not any(is_use_of(use, name) for name in NAMES)]
     assert not new, f"use public names, or add rows with the reason: {new}"
