@@ -104,16 +104,14 @@ def test_a_flag_that_resembles_none_gets_no_suggestion(name: str) -> None:
 @pytest.mark.parametrize(
     ("word", "known", "suggestion"),
     [
-        # The beginning of several names, and the nearest is last.
-        ("--gradient_check", "--gradient_checkpointing_every --gradient_checkpointing", 1),
+        ("--gradient_check", ["--gradient_checkpointing_every"], "--gradient_checkpointing"),
         # A nearer name begins differently.
-        ("--lr_step", "--lr_step_schedule_file --lr_step_warmup_factor --max_lr_step", 2),
+        ("--lr_step", ["--lr_step_schedule_file", "--lr_step_warmup_factor"], "--max_lr_step"),
         # The beginning of one name only, however long it is.
-        ("--siz", "--sit --size_of_vocabulary", 1),
+        ("--siz", ["--sit"], "--size_of_vocabulary"),
     ],
 )
 def test_the_beginning_of_several_names_gets_the_nearest(
-    word: str, known: str, suggestion: int
+    word: str, known: list[str], suggestion: str
 ) -> None:
-    names = known.split()
-    assert did_you_mean(word, names) == f" - did you mean {names[suggestion]}?"
+    assert did_you_mean(word, [*known, suggestion]) == f" - did you mean {suggestion}?"
