@@ -1,4 +1,4 @@
-"""The package as a whole: what an import costs, its requirements, its public names."""
+"""The package as a whole: what an import costs, its requirements, its public names, its version."""
 
 import ast
 import configparser
@@ -148,6 +148,22 @@ def test_the_names_that_docs_and_recipes_use_are_public() -> None:
         names = {*re.findall(r"\blt\.([A-Za-z_]\w*)", text)}
         names |= {*re.findall(r"`llmtrain\.([A-Z]\w*)`", text)}
         assert names <= {*llmtrain.__all__}, path
+
+
+# --- the repository
+
+
+def test_changelog_and_citation_have_this_version() -> None:
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == llmtrain.__version__
+    assert f"\nversion: {llmtrain.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_every_target_that_a_workflow_makes_is_there() -> None:
+    for workflow in ROOT.glob(".github/workflows/*.yml"):
+        for target in re.findall(r"run: make (\S+)", workflow.read_text()):
+            assert f"\n{target}:" in (ROOT / "Makefile").read_text(), target
 
 
 # --- warnings

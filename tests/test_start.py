@@ -85,50 +85,30 @@ def arithmetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
 
 
-class Arithmetic:
-    """The arithmetic settings of this process after a start."""
-
-    def __init__(self, bitwise: bool) -> None:
+def arithmetic_of_start(*, on_gpu: bool, bitwise: bool) -> tuple[str, bool, str | None]:
+    """Return the precision of products, the determinism and cuBLAS's workspace after a start."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(start, "use_cpu", lambda is_chosen: not on_gpu)
         start.start_accelerator(ParallelConfig(bitwise=bitwise))
-        self.matmul_precision = torch.get_float32_matmul_precision()
-        self.is_deterministic = torch.are_deterministic_algorithms_enabled()
-        self.cublas_workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    )
 
 
 @pytest.mark.usefixtures("accelerator", "arithmetic")
-def test_each_start_on_a_gpu_sets_the_arithmetic_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "use_cpu", lambda is_chosen: False)
-
+def test_each_start_sets_the_arithmetic_anew() -> None:
     for _ in range(2):
-        fast = Arithmetic(bitwise=False)
-        assert fast.matmul_precision == "high"
-        assert not fast.is_deterministic
-        assert fast.cublas_workspace is None
-
-        bitwise = Arithmetic(bitwise=True)
-        assert bitwise.matmul_precision == "highest"
-        assert bitwise.is_deterministic
-        assert bitwise.cublas_workspace == ":4096:8"
+        assert arithmetic_of_start(on_gpu=True, bitwise=False) == ("high", False, None)
+        assert arithmetic_of_start(on_gpu=True, bitwise=True) == ("highest", True, ":4096:8")
+        assert arithmetic_of_start(on_gpu=False, bitwise=False) == ("highest", False, None)
 
 
 @pytest.mark.usefixtures("accelerator", "arithmetic")
-def test_a_start_on_a_cpu_keeps_the_workspace_of_the_user(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(start, "use_cpu", lambda is_chosen: False)
-    Arithmetic(bitwise=True)
-    monkeypatch.setattr(start, "use_cpu", lambda is_chosen: True)
-    after_gpu = Arithmetic(bitwise=False)
-    assert after_gpu.matmul_precision == "highest"
-    assert not after_gpu.is_deterministic
-    assert after_gpu.cublas_workspace is None
-
+def test_a_start_on_a_cpu_keeps_the_workspace_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    arithmetic = Arithmetic(bitwise=False)
-
-    assert arithmetic.matmul_precision == "highest"
-    assert not arithmetic.is_deterministic
-    assert arithmetic.cublas_workspace == ":16:8"
+    assert arithmetic_of_start(on_gpu=False, bitwise=False) == ("highest", False, ":16:8")
 
 
 def test_a_second_run_of_a_process_may_have_another_precision(
@@ -258,56 +238,22 @@ def agent_store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     return store
 
 
-@pytest.fixture
-def joined_groups(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Return the arguments of the process groups that this process joins, without joining any."""
-    groups: list[dict[str, Any]] = []
-
-    def join_no_group(backend: str, **arguments: Any) -> None:
-        groups.append({"backend": backend, **arguments})
-
-    monkeypatch.setattr(torch.distributed, "init_process_group", join_no_group)
-    return groups
-
-
 def test_a_restarted_process_finds_no_addresses_of_earlier_attempts(
-    agent_store: TCPStore,
-    joined_groups: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    agent_store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    groups: list[dict[str, Any]] = []
+    join = lambda backend, **arguments: groups.append(arguments)  # noqa: E731
+    monkeypatch.setattr(torch.distributed, "init_process_group", join)
     agent_store.set("address of rank 1", "of the first start")
 
-    for attempt in (1, 2):
+    for attempt in (0, 1, 2):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
         start._join_group_after_restart("gloo", timedelta(seconds=20))
-
-        assert len(joined_groups) == attempt
-        group = joined_groups[-1]
-        assert (group["backend"], group["rank"], group["world_size"]) == ("gloo", 0, 2)
-        assert not group["store"].check(["address of rank 1"])
-        group["store"].set("address of rank 1", f"of attempt {attempt}")
-
-
-@pytest.mark.usefixtures("agent_store")
-@pytest.mark.parametrize(
-    "variables",
-    [
-        pytest.param({"TORCHELASTIC_RESTART_COUNT": 0}, id="first start"),
-        pytest.param({"TORCHELASTIC_RESTART_COUNT": 1, "WORLD_SIZE": 1}, id="one process"),
-        pytest.param(
-            {"TORCHELASTIC_RESTART_COUNT": 1, "TORCHELASTIC_USE_AGENT_STORE": False},
-            id="store of rank 0",
-        ),
-    ],
-)
-def test_accelerate_joins_the_group_if_no_old_addresses_can_be_found(
-    variables: dict[str, object],
-    joined_groups: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    set_variables(monkeypatch, **variables)
-    start._join_group_after_restart("gloo", timedelta(seconds=20))
-    assert joined_groups == []
+        assert len(groups) == attempt, "accelerate joins the group of the first start"
+        for group in groups[-1:]:
+            assert (group["rank"], group["world_size"]) == (0, 2)
+            assert not group["store"].check(["address of rank 1"])
+            group["store"].set("address of rank 1", f"of attempt {attempt}")
 
 
 # --- devices
