@@ -8,6 +8,7 @@ import re
 import runpy
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,21 +210,16 @@ def test_a_recipe_needs_no_flag(recipe: Path) -> None:
     ("text", "flags"),
     [
         ("size: -7", "--size -7"),
-        ("rate: 1e-3", "--rate 1e-3"),
-        ("rate: -1.5", "--rate -1.5"),
         ("rate: -1e-3", "--rate=-1e-3"),
         ("loud: true", "--loud"),
-        ("loud: yes", "--loud yes"),
         ("soft: false", "--no_soft"),
         ("soft: 0", "--soft 0"),
         ("no_soft: false", "--soft"),
         ("no_stuffed: true", "--stuffed false"),
         ("name: -x", "--name=-x"),
         ("name: ''", "--name ''"),
-        ("name: a b  c", "--name 'a b  c'"),
         ("name: 'ünï'", "--name ünï"),
         ("maker: none", "--maker none"),
-        ("parts: a", "--parts a"),
         ("parts: ['- a', '-b c']", "--parts '- a' '-b c'"),
         ("shifts: [1, -2]", "--shifts 1 -2"),
     ],
@@ -235,9 +231,7 @@ def test_a_yaml_value_has_the_meaning_of_the_flag(
 
 
 @pytest.mark.parametrize("word", ["on", "007", "12:30:00", "2024-06-01", "1_000"])
-def test_a_yaml_word_reaches_a_text_setting_as_it_is_written(
-    word: str, yaml_file: YamlFile
-) -> None:
+def test_a_yaml_word_reaches_a_text_setting_as_it_is(word: str, yaml_file: YamlFile) -> None:
     assert yaml_file.toy(f"name: {word}").name == word
 
 
@@ -245,6 +239,7 @@ def test_a_value_has_the_type_of_its_field(yaml_file: YamlFile) -> None:
     config = yaml_file.toy("size: 7\nrate: 2\nloud: true\nshifts: [4]\nname: 3\n")
     expected = Toy(size=7, rate=2.0, loud=True, shifts=[4], name="3")
     assert repr(config) == repr(expected)
+    assert yaml_file.toy(b"\xef\xbb\xbfsize: 7\n").size == 7, "a byte order mark"
 
 
 @pytest.mark.parametrize("text", ["size: null", "size:", "size: ~", "", "---\n"])
@@ -254,21 +249,14 @@ def test_yaml_null_leaves_the_default(text: str, yaml_file: YamlFile) -> None:
     assert resolved(settings_of(config))["size"]["from"] == "recipe"
 
 
-def test_a_yaml_file_may_begin_with_a_byte_order_mark(yaml_file: YamlFile) -> None:
-    assert yaml_file.toy(b"\xef\xbb\xbfsize: 7\n").size == 7
-
-
 def test_names_may_be_written_with_dashes(tmp_path: Path) -> None:
     path = tmp_path / "optim.yaml"
     path.write_text("max-steps: 7\n")
     assert parsed(OptimConfig(), "--max-steps 7").max_steps == 7
     assert parsed(OptimConfig(), f"--config {path}").max_steps == 7
     assert toy("--long-name Theodore").full_name == "Theodore", "an alias"
-
-
-def test_an_eval_metric_may_have_its_name_of_transformers() -> None:
-    flags = "--load_best_model_at_end --metric_for_best_model eval_accuracy"
-    assert parsed(EvalConfig(), flags).metric_for_best_model == "eval/accuracy"
+    of_transformers = "--load_best_model_at_end --metric_for_best_model eval_accuracy"
+    assert parsed(EvalConfig(), of_transformers).metric_for_best_model == "eval/accuracy"
 
 
 # --- mistakes
@@ -279,7 +267,6 @@ def test_an_eval_metric_may_have_its_name_of_transformers() -> None:
     [
         # Unknown names
         ("--sise 4", "--sise - did you mean --size?"),
-        ("--siz=4", "--siz - did you mean --size?"),
         ("--qqqqqq 4", "--qqqqqq; "),
         ("-help", "-help - did you mean --help?"),
         ("stray", "stray"),
@@ -288,13 +275,10 @@ def test_an_eval_metric_may_have_its_name_of_transformers() -> None:
         ("--size large", "--size"),
         ("--loud perhaps", "--loud"),
         ("--colour green", "--colour"),
-        ("--shifts 1 x", "--shifts"),
         # No value, so the help of the flag
         ("--size", "--size needs a value: how large it is, 100% of the time"),
-        ("--parts --size 4", "--parts needs a value: its parts"),
         # Files
         ("--config absent.yaml", "absent.yaml"),
-        ("--config /", "/"),
         ("--config", "--config"),
     ],
 )
@@ -308,21 +292,17 @@ def test_a_mistake_on_the_command_line_is_named_in_one_line(flags: str, named: s
         # Unknown keys
         ("sise: 4", "'sise' - did you mean size?"),
         ("print_config: 4", "'print_config'"),
-        ("help: 4", "'help'"),
         # No flags at all
         ("- size\n- 3\n", "toy.yaml"),
-        ("just words", "toy.yaml"),
         ("size: [", "toy.yaml"),
         ("size: 3\n---\nsize: 4\n", "toy.yaml"),
         (b"name: \xff\xfe\n", "toy.yaml"),
         # Values of another type
         ("size:\n  width: 3\n", "'size'"),
-        ("size: !!python/object/apply:os.getcwd []", "--size"),
         (f"size: {'9' * 5000}", "toy.yaml"),
         ("size: [1, 2]", "'size'"),
         ("parts: []", "--parts"),
         ("no_soft: perhaps", "--soft"),
-        ("colour: green", "--colour"),
         # One key in two spellings
         ("long-name: a\nlong_name: b\n", "'long_name'"),
     ],
@@ -408,48 +388,43 @@ def test_a_value_out_of_range_is_an_error_that_names_its_flag(
         parsed(config, f"--{name}={value}")
 
 
-@pytest.mark.parametrize(("n_head", "n_embd"), [(3, 256), (300, 256), (7, 13), (2, 1)])
+@pytest.mark.parametrize(("n_head", "n_embd"), [(3, 256), (300, 256), (7, 13)])
 def test_heads_that_do_not_divide_the_width_are_an_error_with_values_that_do(
     n_head: int, n_embd: int
 ) -> None:
     with pytest.raises(UserError) as caught:
         GPTConfig(n_head=n_head, n_embd=n_embd)
 
-    suggestions = re.search(
-        r"use one of --n_head ([\d, ]+), or --n_embd (\d+)\.", str(caught.value)
-    )
-    assert suggestions
-    suggested_heads, suggested_width = suggestions.groups()
-    for heads in suggested_heads.split(", "):
-        GPTConfig(n_head=int(heads), n_embd=n_embd)
-    GPTConfig(n_head=n_head, n_embd=int(suggested_width))
+    [suggestion] = re.findall(r"--n_head ([\d, ]+), or --n_embd (\d+)\.", str(caught.value))
+    heads, width = suggestion
+    GPTConfig(n_head=n_head, n_embd=int(width))
+    for number in heads.split(", "):
+        GPTConfig(n_head=int(number), n_embd=n_embd)
 
 
 # --- help
 
 
-class Help:
-    """Prints the help of settings in a terminal of 110 columns."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.capsys = capsys
-        monkeypatch.setenv("COLUMNS", "110")
-        monkeypatch.setenv("NO_COLOR", "1")
-
-    def text(self, defaults: Any, flag: str = "--help", description: str | None = None) -> str:
-        with pytest.raises(SystemExit) as end:
-            parse(defaults, [flag], description)
-        assert end.value.code == 0
-        return self.capsys.readouterr().out
+Help = Callable[..., str]
 
 
 @pytest.fixture
 def help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Help:
-    return Help(capsys, monkeypatch)
+    """Return the help of settings, in a terminal of 110 columns."""
+    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def text(defaults: Any, option: str = "--help", description: str | None = None) -> str:
+        with pytest.raises(SystemExit) as end:
+            parse(defaults, [option], description)
+        assert end.value.code == 0
+        return capsys.readouterr().out
+
+    return text
 
 
 def test_help_shows_the_groups_and_the_defaults_of_the_recipe(help: Help) -> None:
-    text = help.text(settings_of(Toy(size=42), Box()), description="Wins 50% of games.")
+    text = help(settings_of(Toy(size=42), Box()), description="Wins 50% of games.")
 
     assert "Wins 50% of games." in text
     assert "how large it is, 100% of the time (default: 42)" in text
@@ -466,8 +441,8 @@ def test_help_shows_the_groups_and_the_defaults_of_the_recipe(help: Help) -> Non
 
 def test_help_shows_a_hidden_flag_only_with_help_all(help: Help) -> None:
     defaults = settings_of(Toy())
-    assert "--secret" not in help.text(defaults)
-    assert "--secret" in help.text(defaults, flag="--help_all")
+    assert "--secret" not in help(defaults)
+    assert "--secret" in help(defaults, "--help_all")
 
 
 @pytest.mark.parametrize("value", [True, False])
@@ -478,30 +453,21 @@ def test_help_shows_a_switch_by_the_flag_that_changes_the_recipe(
     recipe = settings_of(Toy(**{name: value}))
     changing_flag = f"--no_{name}" if value else f"--{name}"
 
-    assert re.findall(rf"--(?:no_)?{name}\b", help.text(recipe)) == [changing_flag]
+    assert re.findall(rf"--(?:no_)?{name}\b", help(recipe)) == [changing_flag]
     assert getattr(parse(recipe, [changing_flag]).section0, name) is not value
 
 
 @each_recipe
-def test_help_of_a_recipe_shows_at_most_forty_flags(recipe: Path, help: Help) -> None:
+def test_help_of_a_recipe_shows_at_most_forty_flags_and_help_all_every_setting_once(
+    recipe: Path, help: Help
+) -> None:
     """People read no more. A new flag among them moves another one to --help_all."""
-    text = help.text(runpy.run_path(str(recipe))["DEFAULTS"])
-    flags = re.findall(r"^  --\w+", text, re.MULTILINE)
-    assert 25 <= len(flags) <= 40
-
-
-@each_recipe
-def test_help_all_of_a_recipe_lists_every_setting_once(recipe: Path, help: Help) -> None:
     defaults = runpy.run_path(str(recipe))["DEFAULTS"]
-    configs = configs_of(defaults).values()
+    assert 25 <= len(re.findall(r"^  --\w+", help(defaults), re.MULTILINE)) <= 40
 
-    text = help.text(defaults, flag="--help_all")
-
-    for config in configs:
-        assert f"{config.group}:" in text
-        for field in dataclasses.fields(config):
-            lines = re.findall(rf"^  --(no_)?{field.name}\b", text, re.MULTILINE)
-            assert len(lines) == 1, field.name
+    listed = re.findall(r"^  --(?:no_)?(\w+)", help(defaults, "--help_all"), re.MULTILINE)
+    for name in resolved(defaults):
+        assert listed.count(name) == 1 or listed.count(f"no_{name}") == 1, name
 
 
 @pytest.mark.parametrize("columns", ["", "abc", "5", "10000"])
