@@ -3,10 +3,8 @@
 import errno
 import os
 import re
-import shutil
 import stat
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,55 +13,30 @@ from tokenizers.models import BPE
 
 from llmtrain import files
 from llmtrain.errors import UserError, explain
-from llmtrain.files import append_json_line, local_path, new_folder, read_object, sync, write_json
-
-NOBODY = 65534
-
-
-@pytest.fixture
-def public_folder() -> Iterator[Path]:
-    """Yield a folder that every user may enter and write into."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        folder.chmod(0o777)
-        yield folder
+from llmtrain.files import (
+    append_json_line,
+    local_path,
+    new_folder,
+    read_object,
+    sync,
+    sync_tree,
+    write_json,
+)
 
 
-def run_without_privileges(action: Callable[[], None]) -> str:
-    """Run an action in a child process that is not root's, and return its error, if any."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        error = ""
-        try:
-            if os.getuid() == 0:
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
-            action()
-        except BaseException as failure:
-            error = repr(failure)
-        os.write(writer, error.encode())
-        os._exit(0)
-    os.close(writer)
-    os.waitpid(child, 0)
-    with os.fdopen(reader) as stream:
-        return stream.read()
+def test_a_read_only_file_is_synced_by_a_user_who_is_not_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    original = os.open
 
+    def open_for_reading(path: Path, flags: int) -> int:
+        assert not flags & (os.O_WRONLY | os.O_RDWR)
+        return original(path, flags)
 
-def test_a_read_only_folder_is_copied_by_a_user_who_is_not_root(public_folder: Path) -> None:
-    source = public_folder / "model"
-    source.mkdir()
-    (source / "config.json").write_text("{}")
-    (source / "config.json").chmod(0o444)
-    source.chmod(0o555)
-
-    def export() -> None:
-        with new_folder(public_folder / "export") as working:
-            shutil.copytree(source, working, dirs_exist_ok=True)
-
-    assert run_without_privileges(export) == ""
-    assert (public_folder / "export" / "config.json").read_text() == "{}"
+    monkeypatch.setattr(os, "open", open_for_reading)
+    sync_tree(tmp_path)
 
 
 def test_two_processes_with_the_same_id_do_not_share_a_temporary_folder(tmp_path: Path) -> None:

@@ -368,34 +368,18 @@ def test_runs_sorted_by_a_loss_come_before_those_without_one(
     assert [Path(columns[0]).name for columns in rows] == ["first", "third", "without"]
 
 
-def test_a_run_of_another_machine_is_listed_as_running(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Only the machine of a run can tell whether its process is alive."""
-    make_run(tmp_path / "runs/far", PREEMPTED | {"state": "running", "host": "elsewhere"})
-    [columns] = list_runs(capsys, f"{tmp_path}/runs")
-    assert columns[1] == "running"
-
-
 # --- runs --finished
 
 
-@pytest.mark.parametrize(
-    ("state", "status"), [("finished", 0), ("preempted", 1), ("failed", 1), ("running", 1)]
-)
+@pytest.mark.parametrize(("state", "status"), [("finished", 0), ("preempted", 1), ("running", 1)])
 def test_the_exit_status_tells_whether_a_run_is_finished(
     state: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = make_run(tmp_path / "run", PREEMPTED | {"state": state})
-
-    text_status, text, err = run_cli(capsys, "runs", "--finished", str(run))
-    json_status, json_text, _ = run_cli(capsys, "runs", "--finished", str(run), "--json")
-
-    assert (text_status, err) == (status, "")
-    assert text.count("\n") == 1
-    assert f"run       {run}: {state} at step 30" in text
-    assert json_status == status
-    assert json.loads(json_text)["step"] == 30
+    run = make_run(tmp_path / "run", PREEMPTED | {"state": state, "host": "elsewhere"})
+    for flags in ([], ["--json"]):
+        ended, text, err = run_cli(capsys, "runs", "--finished", str(run), *flags)
+        assert (ended, err) == (status, "")
+        assert state in text
 
 
 # --- mistakes
@@ -406,10 +390,8 @@ def test_the_exit_status_tells_whether_a_run_is_finished(
     [
         ("check no/such/run", "no/such/run"),
         ("check {folder}/file", "{folder}/file"),
-        ("check a --json", "a is neither"),
         ("check", "RUN"),
         ("check a b", "give one folder"),
-        ("mend {folder}", "give one folder"),
         ("absent", "absent is not a folder"),
         ("{folder} --sort size", "--sort"),
         ("--finished {folder}", "{folder}"),
