@@ -58,15 +58,6 @@ def test_a_helper_that_loses_its_underscore_is_counted_as_before(tmp_path: Path)
     assert measure(write_tree(tmp_path / "public", a=public))["functions_used_once"] == 0
 
 
-def test_two_modules_that_become_one_are_counted_by_their_length(tmp_path: Path) -> None:
-    before = measure(write_tree(tmp_path / "before", a=STATEMENTS, b=STATEMENTS))
-    after = measure(write_tree(tmp_path / "after", a=STATEMENTS * 2))
-
-    lower, higher = changes(before, after)
-    assert lower == {"modules"}
-    assert higher == {"lines_beyond_150_of_a_module"}
-
-
 @pytest.mark.parametrize("more", [0, 1])
 def test_one_line_too_many_is_an_error(more: int, tmp_path: Path) -> None:
     tree = write_tree(tmp_path, a=STATEMENTS + "y = 1\n" * more)
