@@ -107,6 +107,17 @@ def test_python_m_llmtrain_is_the_command_and_prints_the_version() -> None:
         ("init mine finetune", "'finetune' is neither a flag nor the value of one; see llmtrain"),
         ("init mine --recipe bert", "does not exist; use one of "),
         ("init mine --config tpu", "does not exist; use one of "),
+        ("init s3://bucket/new", "s3://bucket/new is an address"),
+        ("export x --to s3://bucket/new", "s3://bucket/new is an address"),
+        ("report x --output s3://bucket/new", "s3://bucket/new is an address"),
+        ("doctor --output_dir s3://bucket/new", "s3://bucket/new is an address"),
+        ("runs absent", "absent is not a folder"),
+        ("runs check no/such/run", "no/such/run"),
+        ("runs check", "RUN"),
+        ("runs a b", "give one folder"),
+        ("runs . --sort size", "--sort"),
+        ("runs --finished .", ". is not a run folder"),
+        ("runs --finished . runs", "--finished"),
     ],
 )
 def test_a_mistake_is_an_error_of_one_line_and_nothing_is_written(

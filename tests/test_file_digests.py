@@ -1,7 +1,6 @@
 """The cache: where it is, and the digest of a file, remembered, but never that of other content."""
 
 import hashlib
-import json
 import os
 import time
 from pathlib import Path
@@ -103,23 +102,17 @@ def test_a_small_file_is_read_each_time(
     assert len(reads) == 2
 
 
-@pytest.mark.parametrize("content", ["", "7", '{"state": 7, "sha256": "00"}', "SHORT"])
-def test_a_damaged_memory_is_no_memory(large: Path, content: str) -> None:
+def test_a_damaged_memory_is_no_memory(large: Path) -> None:
     file_digest(large)
     [remembered] = (cache_folder() / "digests").iterdir()
-    short = json.loads(remembered.read_text()) | {"sha256": "00"}
-    remembered.write_text(json.dumps(short) if content == "SHORT" else content)
-    assert file_digest(large) == sha256("one")
-
-
-def test_a_flipped_bit_in_a_memory_is_noticed(large: Path) -> None:
-    file_digest(large)
-    (remembered,) = (cache_folder() / "digests").iterdir()
     content = remembered.read_bytes()
     for position in range(len(content)):
         flipped = bytearray(content)
         flipped[position] ^= 1
         remembered.write_bytes(flipped)
+        assert file_digest(large) == sha256("one")
+    for text in ("", "7", '{"sha256": "00"}'):
+        remembered.write_text(text)
         assert file_digest(large) == sha256("one")
 
 

@@ -6,11 +6,10 @@ import pytest
 
 from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
-from llmtrain.files import cache_folder, write_json
+from llmtrain.files import cache_folder
 from llmtrain.model_folders import model_folder, tokenizer_folder
 from llmtrain.models.config import ModelConfig
 from llmtrain.training.settings import RunConfig
-from tests.command_line import run_cli
 
 
 def make_model(folder: Path) -> Path:
@@ -89,27 +88,6 @@ def test_an_address_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(UserError, match=f"{address} is an address"):
             use()
-
-
-@pytest.mark.parametrize(
-    "command", ["init", "export run --to", "report run --output", "doctor --output_dir"]
-)
-def test_a_command_writes_nothing_to_an_address(
-    command: str,
-    finished: Path,
-    capsys: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    write_json(finished / "run.json", {"format_version": 1})
-    monkeypatch.chdir(finished.parent)
-    before = [*finished.parent.rglob("*")]
-
-    status, _, error = run_cli(capsys, *command.split(), "s3://bucket/new")
-
-    assert status == 2
-    assert error.startswith("error: s3://bucket/new is an address")
-    assert error.count("\n") == 1
-    assert [*finished.parent.rglob("*")] == before
 
 
 def test_a_folder_whose_name_looks_like_an_address_is_a_path(

@@ -1,7 +1,6 @@
 """One process of a launch reads a recipe's records for their fingerprint, and no launch takes another's."""
 
 import functools
-import json
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -12,71 +11,41 @@ import pytest
 from llmtrain import once_per_machine as module
 from llmtrain.data.recipe_records import records_source
 from llmtrain.once_per_machine import once_per_machine
-from tests.launching import PYTHON, long_form, run, torchrun
+from tests.launching import PYTHON, run, torchrun
 
 # Two functions of one name, whose records are other ones. Each writes a line when all are read.
 SCRIPT = """
-import json, os, sys
+import sys
 import llmtrain as lt
-
-folder, case = sys.argv[1:]
-attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-def write(name, content):
-    with open(f"{folder}/{name}", "a") as file:
-        file.write(json.dumps(content) + "\\n")
 
 def source(word):
     def records():
         for number in range(40):
-            yield f"{word} {number} of attempt {attempt}"
-        write("reads", [attempt, word])
+            yield f"{word} {number}"
+        sys.stdout.write(f"read {word}\\n")
     return records
 
 for word in ("one", "two"):
     data = lt.DataConfig(tokenizer="byte", eval_fraction=0.0)
     made = lt.tokenize(data, 16, records=source(word))
-    write("rows", [attempt, word, made.metadata.data_sha256])
-if case == "changing" and attempt == "0":
-    sys.exit(3)
+    sys.stdout.write(f"rows {word} {made.metadata.data_sha256}\\n")
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> list[str]:
-    """The words of the script, without its case."""
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    return [str(path), str(tmp_path)]
-
-
-def lines(folder: Path, name: str) -> list[list[str]]:
-    path = folder / name
-    content = path.read_text().splitlines()
-    path.unlink()
-    return [json.loads(line) for line in content]
-
-
 def test_all_processes_of_a_launch_read_a_generator_as_often_as_one_process(
-    tmp_path: Path, script: list[str]
+    tmp_path: Path,
 ) -> None:
-    def reads(command: list[str], cache: str) -> Counter[str]:
-        run([*command, *script, "plain"], {"LLMTRAIN_CACHE": f"{tmp_path}/{cache}"}).assert_ok()
-        return Counter(word for _, word in lines(tmp_path, "reads"))
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
 
-    assert reads(torchrun(2), "first") == reads(PYTHON, "second")
-    rows = Counter((word, digest) for _, word, digest in lines(tmp_path, "rows"))
-    assert list(rows.values()) == [3, 3]  # of three processes
+    def lines_of(command: list[str], cache: str) -> Counter[str]:
+        ended = run([*command, str(script)], {"LLMTRAIN_CACHE": f"{tmp_path}/{cache}"}).assert_ok()
+        return Counter(line for line in ended.out.splitlines() if line.startswith(("read", "rows")))
 
-
-@long_form
-def test_restarted_processes_read_the_records_again(tmp_path: Path, script: list[str]) -> None:
-    command = [*torchrun(2), "--max-restarts", "1", *script, "changing"]
-    run(command, {"LLMTRAIN_CACHE": str(tmp_path / "cache")}).assert_ok()
-    rows = Counter((attempt, word, digest) for attempt, word, digest in lines(tmp_path, "rows"))
-    digests = {(attempt, word): digest for attempt, word, digest in rows}
-    assert len(set(digests.values())) == len(digests) == 4
-    assert rows["1", "one", digests["1", "one"]] == 2
+    of_one = lines_of(PYTHON, "first")
+    rows = [line for line in of_one if line.startswith("rows")]
+    assert len(rows) == 2
+    assert lines_of(torchrun(2), "second") == of_one + Counter(rows)  # of both processes
 
 
 @pytest.fixture

@@ -380,31 +380,3 @@ def test_the_exit_status_tells_whether_a_run_is_finished(
         ended, text, err = run_cli(capsys, "runs", "--finished", str(run), *flags)
         assert (ended, err) == (status, "")
         assert state in text
-
-
-# --- mistakes
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("check no/such/run", "no/such/run"),
-        ("check {folder}/file", "{folder}/file"),
-        ("check", "RUN"),
-        ("check a b", "give one folder"),
-        ("absent", "absent is not a folder"),
-        ("{folder} --sort size", "--sort"),
-        ("--finished {folder}", "{folder}"),
-        ("--finished {folder} runs", "--finished"),
-    ],
-)
-def test_a_mistake_is_an_error_of_one_line(
-    flags: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-
-    status, out, err = run_cli(capsys, "runs", *shlex.split(flags.format(folder=tmp_path)))
-
-    assert (status, out) == (2, "")
-    assert err.count("\n") == 1
-    assert named.format(folder=tmp_path) in err
