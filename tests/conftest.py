@@ -98,15 +98,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture
 def accelerator() -> "Iterator[Accelerator]":
     """An Accelerator of one process on the CPU, with the settings of a run."""
-    from accelerate.state import AcceleratorState, GradientState
+    from llmtrain.launching.accelerator import forget_accelerator, start_accelerator
 
-    from llmtrain.launching.accelerator import start_accelerator
-
-    def reset() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
-    reset()
+    forget_accelerator()
     yield start_accelerator()
 
-    reset()
+    forget_accelerator()

@@ -22,7 +22,7 @@ from llmtrain.data.config import DataConfig
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.training.settings import EvalConfig, LogConfig, OptimConfig, RunConfig
+from llmtrain.training.settings import EvalConfig, OptimConfig, RunConfig
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("[!_]*.py"))
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
@@ -188,16 +188,13 @@ def test_a_run_does_not_change_the_defaults_of_the_recipe(flags: str) -> None:
 @pytest.mark.parametrize(
     ("text", "flags"),
     [
-        ("size: -7", "--size -7"),
         ("rate: -1e-3", "--rate=-1e-3"),
         ("loud: true", "--loud"),
         ("soft: false", "--no_soft"),
-        ("soft: 0", "--soft 0"),
         ("no_soft: false", "--soft"),
         ("no_stuffed: true", "--stuffed false"),
         ("name: -x", "--name=-x"),
         ("name: ''", "--name ''"),
-        ("name: 'ünï'", "--name ünï"),
         ("maker: none", "--maker none"),
         ("parts: ['- a', '-b c']", "--parts '- a' '-b c'"),
         ("shifts: [1, -2]", "--shifts 1 -2"),
@@ -249,10 +246,8 @@ def test_names_may_be_written_with_dashes(tmp_path: Path) -> None:
         ("--qqqqqq 4", "--qqqqqq; "),
         ("-help", "-help - did you mean --help?"),
         ("stray", "stray"),
-        ("-s 4", "-s"),
         # Values of another type
         ("--size large", "--size"),
-        ("--loud perhaps", "--loud"),
         ("--colour green", "--colour"),
         # No value, so the help of the flag
         ("--size", "--size needs a value: how large it is, 100% of the time"),
@@ -270,15 +265,12 @@ def test_a_mistake_on_the_command_line_is_named_in_one_line(flags: str, named: s
     [
         # Unknown keys
         ("sise: 4", "'sise' - did you mean size?"),
-        ("print_config: 4", "'print_config'"),
         # No flags at all
-        ("- size\n- 3\n", "toy.yaml"),
         ("size: [", "toy.yaml"),
         ("size: 3\n---\nsize: 4\n", "toy.yaml"),
         (b"name: \xff\xfe\n", "toy.yaml"),
         # Values of another type
         ("size:\n  width: 3\n", "'size'"),
-        (f"size: {'9' * 5000}", "toy.yaml"),
         ("size: [1, 2]", "'size'"),
         ("parts: []", "--parts"),
         ("no_soft: perhaps", "--soft"),
@@ -330,16 +322,13 @@ def test_an_error_names_the_flag_by_its_first_name_and_the_file(tmp_path: Path) 
         (DataConfig(), "per_device_train_batch_size", ["0"], ["1"]),
         (DataConfig(), "eval_fraction", ["-0.1", "1", "1.5", "nan"], ["0", "0.99"]),
         (DataConfig(), "dataset", ["''"], ["x"]),
-        (DataConfig(), "tokenizer", ["''"], ["char"]),
         (OptimConfig(), "max_steps", ["0"], ["1"]),
         (OptimConfig(), "learning_rate", ["-1", "nan", "inf", "1e308"], ["0", "2"]),
-        (OptimConfig(), "warmup_steps", ["-1"], ["0"]),
         (OptimConfig(), "weight_decay", ["-0.1", "nan", "inf"], ["0"]),
         (OptimConfig(), "adam_beta1", ["-0.1", "1", "nan"], ["0", "0.9"]),
         (OptimConfig(), "adam_beta2", ["-0.1", "1", "nan"], ["0", "0.9"]),
         (OptimConfig(), "max_grad_norm", ["0", "-1", "nan"], ["0.1"]),
         (OptimConfig(), "seed", ["-1", str(2**63)], ["0", str(2**63 - 1)]),
-        (LogConfig(), "logging_steps", ["0"], ["1"]),
         (EvalConfig(), "eval_steps", ["-1"], ["0"]),
         (RunConfig(), "save_steps", ["0"], ["1"]),
         (RunConfig(), "save_total_limit", ["1"], ["2"]),
@@ -407,12 +396,6 @@ def test_help_shows_the_groups_and_the_defaults_of_the_recipe(help: Help) -> Non
     assert positions[-1] > text.index("boxes:")
 
 
-def test_help_shows_a_hidden_flag_only_with_help_all(help: Help) -> None:
-    defaults = settings_of(Toy())
-    assert "--secret" not in help(defaults)
-    assert "--secret" in help(defaults, "--help_all")
-
-
 @pytest.mark.parametrize("value", [True, False])
 @pytest.mark.parametrize("name", ["soft", "stuffed"])  # by default True and None
 def test_help_shows_a_switch_by_the_flag_that_changes_the_recipe(
@@ -448,13 +431,6 @@ def printed_config(
         parse(defaults, [*(flags or []), "--print_config"])
     assert end.value.code == 0
     return capsys.readouterr().out
-
-
-def test_only_the_first_rank_prints_a_config(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert printed_config(capsys, settings_of(Toy())) == ""
 
 
 RECIPE_FLAGS = {

@@ -94,14 +94,6 @@ def test_a_file_that_changes_while_it_is_read_is_not_remembered(
     assert not (cache_folder() / "digests").exists()
 
 
-def test_a_small_file_is_read_each_time(
-    large: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_digests, "_MIN_KEPT_SIZE", 4)
-    assert file_digest(large) == file_digest(large) == sha256("one")
-    assert len(reads) == 2
-
-
 def test_a_damaged_memory_is_no_memory(large: Path) -> None:
     file_digest(large)
     [remembered] = (cache_folder() / "digests").iterdir()

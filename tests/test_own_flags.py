@@ -70,17 +70,6 @@ def error_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> s
 # --- for users
 
 
-def test_own_flags_are_set_by_yaml_and_on_the_command_line(tmp_path: Path) -> None:
-    config = tmp_path / "my.yaml"
-    config.write_text("penalty: 0.25\npenalty_steps: [3]\n")
-
-    settings = parsed(f"--config {config} --penalty_kind l2 --log_penalty")
-
-    assert settings.penalty == PenaltyConfig(
-        penalty=0.25, penalty_kind="l2", penalty_steps=[3], log_penalty=True
-    )
-
-
 def test_a_record_has_the_value_the_origin_and_the_effects_of_each_flag() -> None:
     record = resolved(parsed("--penalty 2"))
     assert record["penalty"] == {"value": 2.0, "from": "command line", "affects": "pass"}
@@ -115,23 +104,18 @@ def test_a_flag_added_to_a_section_of_the_package_is_in_the_fingerprint() -> Non
 # --- for programs
 
 
-def test_a_value_that_a_program_assigns_is_a_default(capsys: pytest.CaptureFixture[str]) -> None:
-    config = PenaltyConfig()
-    config.penalty = 3.0
-
+def test_a_value_that_a_program_assigns_is_a_default_and_one_that_it_sets_is_kept(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = PenaltyConfig(penalty=3.0)
     config.set_default("penalty", 4.0, "for a test")
-
     assert config.penalty == 4.0
     assert "--penalty 4 (for a test)" in capsys.readouterr().out
 
-
-def test_a_value_that_a_program_sets_is_kept_unless_a_flag_overrides_it() -> None:
-    config = PenaltyConfig()
     config.set(penalty=3.0)
-
     config.set_default("penalty", 4.0, "for a test")
-
     assert config.penalty == 3.0
+
     settings = parsed("", defaults=Settings(data=lt.BatchConfig(), penalty=config))
     assert resolved(settings)["penalty"]["from"] == "program"
     assert parsed("--penalty 5", defaults=settings).penalty.penalty == 5.0
@@ -235,12 +219,8 @@ def test_an_attribute_of_settings_that_is_no_section_is_named() -> None:
     class WithNumber(lt.Settings):
         penalty: float = 1.0
 
-    class WithoutAnnotation(Settings):
-        own = PenaltyConfig()
-
-    data = lt.BatchConfig()
-    assert "WithNumber.penalty" in error_of(lt.parse, WithNumber(data=data), [])
-    assert "WithoutAnnotation.own" in error_of(lt.parse, WithoutAnnotation(data=data), [])
+    settings = WithNumber(data=lt.BatchConfig())
+    assert "WithNumber.penalty" in error_of(lt.parse, settings, [])
 
 
 RECIPE_WITH_POSTPONED_ANNOTATIONS = """

@@ -6,7 +6,6 @@ import inspect
 import re
 import subprocess
 import sys
-import warnings
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import llmtrain
-from tests.launching import ROOT, run
+from tests.launching import ROOT
 
 PACKAGE = ROOT / "llmtrain"
 
@@ -164,19 +163,3 @@ def test_every_target_that_a_workflow_makes_is_there() -> None:
     for workflow in ROOT.glob(".github/workflows/*.yml"):
         for target in re.findall(r"run: make (\S+)", workflow.read_text()):
             assert f"\n{target}:" in (ROOT / "Makefile").read_text(), target
-
-
-# --- warnings
-
-
-def test_a_deprecation_is_an_error_also_in_a_process_that_a_test_starts() -> None:
-    with pytest.raises(FutureWarning):
-        warnings.warn("the old way", FutureWarning, stacklevel=1)
-    ended = run([sys.executable, "-c", "import warnings; warnings.warn('old', FutureWarning)"])
-    assert "FutureWarning: old" in ended.err
-    assert ended.status == 1
-
-    between_libraries = "`is_gradient_checkpointing` is deprecated and will be removed in v6."
-    warnings.warn(between_libraries, FutureWarning, stacklevel=1)
-    code = f"import warnings; warnings.warn({between_libraries!r}, FutureWarning)"
-    run([sys.executable, "-c", code]).assert_ok()

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,9 +149,7 @@ def test_damage_is_named_and_the_check_names_the_checkpoint_that_a_resume_loads(
     assert "intact" not in result.lines[30]
 
     assert result.steps_with("a resume loads this one") == [20]
-    loaded_by_resume = newest_valid(run / "checkpoints", False, "mine")
-    assert loaded_by_resume is not None
-    assert loaded_by_resume.name == "step-00000020"
+    assert newest_valid(run / "checkpoints", False, "mine") == run / "checkpoints/step-00000020"
 
 
 def test_a_checkpoint_that_no_resume_would_load_is_a_fault(
@@ -229,24 +226,6 @@ def test_a_running_status_means_killed_unless_a_process_has_the_lock(
         result = check(capsys, run)
     assert "in progress" in result.out
     assert "killed" not in result.out
-
-
-def test_a_checkpoint_that_the_run_deletes_during_the_check_is_no_fault(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find_fault = checkpoint.find_fault
-
-    def delete_oldest_first(path: Path, fingerprint: str | None) -> str | None:
-        if path.name == "step-00000010":
-            shutil.rmtree(path)
-        return find_fault(path, fingerprint)
-
-    monkeypatch.setattr(checkpoint, "find_fault", delete_oldest_first)
-
-    result = check(capsys, run)
-
-    assert result.status == 0
-    assert [*result.lines] == [30, 20]
 
 
 def file_states(folder: Path) -> dict[Path, tuple[int, int, int, bytes]]:

@@ -10,10 +10,10 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 
 from llmtrain.config.flags import Config, configs_of, flags_of
 from llmtrain.errors import UserError
+from llmtrain.launching.accelerator import forget_accelerator
 from llmtrain.training import opening
 from tests.launching import (
     BYTE_DATA,
@@ -36,11 +36,10 @@ TWO_STEPS = shlex.split(
 
 
 @pytest.fixture(autouse=True)
-def _fresh_accelerate_state() -> Iterator[None]:
+def _first_run() -> Iterator[None]:
     """Let each test begin as the first run of its process."""
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerator()
 
 
 @pytest.fixture
@@ -50,14 +49,6 @@ def own_recipe(tmp_path: Path) -> Recipe:
     [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "sums.py").write_text(code)
     return runpy.run_path(str(tmp_path / "sums.py"), run_name="sums")
-
-
-@pytest.fixture
-def migrated_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recipe:
-    """The result of docs/guides/migrate.md, its fourth step."""
-    monkeypatch.syspath_prepend(str(ROOT / "docs" / "migrate"))
-    monkeypatch.chdir(tmp_path)
-    return runpy.run_path(str(ROOT / "docs" / "migrate" / "4_llmtrain.py"), run_name="migrate")
 
 
 # --- reads
@@ -154,14 +145,3 @@ def test_a_recipe_of_a_user_reads_or_refuses_every_flag(
     for name in flags_of_recipe(own_recipe) - read_flags:
         with pytest.raises(UserError, match=f"--{name}"):
             own_recipe["main"]([*flags, f"--{name}", "0.5"])
-
-
-def test_a_migrated_script_reads_every_flag_and_has_none_for_data(
-    migrated_recipe: Recipe, read_flags: set[str], tmp_path: Path
-) -> None:
-    flags = shlex.split(f"--eval_steps 0 --output_dir {tmp_path}/run")
-    migrated_recipe["main"]([*TWO_STEPS, *flags])
-
-    assert flags_of_recipe(migrated_recipe) - read_flags == set()
-    with pytest.raises(UserError, match="unknown flag --dataset"):
-        migrated_recipe["main"](["--dataset", "x"])

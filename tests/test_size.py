@@ -12,7 +12,6 @@ from tools.size import code_lines, measure
 
 STATEMENTS = "".join(f"x{number} = {number}\n" for number in range(100))
 TABLE = "TABLE = {\n" + "".join(f"    'name{number}': {number},\n" for number in range(40)) + "}\n"
-HELPER = "def _triple(x):\n    return 3 * x\n\n\nprint(_triple(1))\n"
 
 
 def write_tree(root: Path, **modules: str) -> Path:
@@ -45,17 +44,6 @@ def test_a_table_that_moves_into_a_packaged_file_is_counted_there(tmp_path: Path
     lower, higher = changes(before, measure(tree))
     assert lower == {"lines"}
     assert higher == {"lines_of_data"}
-
-
-def test_a_helper_that_loses_its_underscore_is_counted_as_before(tmp_path: Path) -> None:
-    before = measure(write_tree(tmp_path / "before", a=HELPER))
-    after = measure(write_tree(tmp_path / "after", a=HELPER.replace("_triple", "triple")))
-
-    assert changes(before, after) == ({"private_helpers_used_once"}, set())
-    assert before["functions_used_once"] == after["functions_used_once"] == 1
-    # A function that a page documents is one that users call.
-    public = HELPER.replace("_triple", "double")
-    assert measure(write_tree(tmp_path / "public", a=public))["functions_used_once"] == 0
 
 
 @pytest.mark.parametrize("more", [0, 1])

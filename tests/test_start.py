@@ -316,14 +316,10 @@ def test_the_result_of_a_recipe_is_shown_if_it_succeeds(fails: bool, status: int
 def test_the_age_of_a_process_is_that_of_the_operating_system(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert 0 < process.seconds_since_start() < 3600
-
     start_time = psutil.Process().create_time()
     monkeypatch.setattr(process.time, "time", lambda: start_time + 100)
     assert process.seconds_since_start() == pytest.approx(100)
 
-
-def test_a_notebook_has_no_age(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process was started long before the run."""
+    # A notebook was started long before the run.
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
     assert process.seconds_since_start() == 0

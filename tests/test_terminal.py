@@ -75,19 +75,15 @@ def test_the_text_of_a_model(
 
 
 def test_tables_of_runs(tmp_path: Path, capsys: Capture) -> None:
-    run = write_run(tmp_path / EVIL, 0, {10: 2.0})
-    checkpoint = save_checkpoint(run / "checkpoints", step=10)
-    (checkpoint / EVIL).write_text("not in the manifest")
-    for command in (["runs", str(tmp_path)], ["runs", "check", str(run)]):
-        _, out, _ = run_cli(capsys, *command)
-        assert_shown(out)
-
-
-def test_tables_of_the_lab(tmp_path: Path, capsys: Capture) -> None:
     folder = tmp_path / "runs"
     for seed, name in enumerate(("plain", EVIL, f"{EVIL}2")):
-        write_run(folder / name, seed, {10: 2.0 + seed, 20: 1.0}, dataset=[name])
+        run = write_run(folder / name, seed, {10: 2.0 + seed, 20: 1.0}, dataset=[name])
+    checkpoint = save_checkpoint(run / "checkpoints", step=10)
+    (checkpoint / EVIL).write_text("not in the manifest")
+
     for command in (
+        ["runs", str(folder)],
+        ["runs", "check", str(run)],
         ["compare", str(folder)],
         ["diff", str(folder / "plain"), str(folder / EVIL)],
     ):

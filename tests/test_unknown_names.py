@@ -99,19 +99,3 @@ def test_a_misspelled_flag_gets_the_nearest_flag_of_the_recipe(typo: str, flag: 
 def test_a_flag_that_resembles_none_gets_no_suggestion(name: str) -> None:
     parser = FlagParser(configs_of(RECIPES["finetune"]))
     assert did_you_mean(f"--{name}", parser._flags) == ""
-
-
-@pytest.mark.parametrize(
-    ("word", "known", "suggestion"),
-    [
-        ("--gradient_check", ["--gradient_checkpointing_every"], "--gradient_checkpointing"),
-        # A nearer name begins differently.
-        ("--lr_step", ["--lr_step_schedule_file", "--lr_step_warmup_factor"], "--max_lr_step"),
-        # The beginning of one name only, however long it is.
-        ("--siz", ["--sit"], "--size_of_vocabulary"),
-    ],
-)
-def test_the_beginning_of_several_names_gets_the_nearest(
-    word: str, known: list[str], suggestion: str
-) -> None:
-    assert did_you_mean(word, [*known, suggestion]) == f" - did you mean {suggestion}?"
