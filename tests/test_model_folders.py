@@ -88,13 +88,3 @@ def test_an_address_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(UserError, match=f"{address} is an address"):
             use()
-
-
-def test_a_folder_whose_name_looks_like_an_address_is_a_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_model(tmp_path / "s3:" / "bucket" / "model")
-
-    assert RunConfig(output_dir="s3://bucket/model").output_dir == "s3://bucket/model"
-    assert model_folder("s3://bucket/model") == "s3://bucket/model"

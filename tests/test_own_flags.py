@@ -163,11 +163,6 @@ class SameFlag(lt.Config):
 
 
 @dataclass
-class SameSwitch(lt.Config):
-    no_bitwise: bool = lt.flag(False, "the negation of a switch of ParallelConfig")
-
-
-@dataclass
 class WithoutFlag(lt.Config):
     size: int = 3
 
@@ -197,7 +192,6 @@ class UnknownAnnotation(lt.Config):
     ("section", "named"),
     [
         (SameFlag, ["--learning_rate", "SameFlag", "OptimConfig"]),
-        (SameSwitch, ["--no_bitwise", "SameSwitch", "ParallelConfig"]),
         (WithoutFlag, ["WithoutFlag.size", 'size: int = lt.flag(3, "what it is")']),
         (UnknownPart, ["UnknownPart.size", "'loss'"]),
         (Undecorated, ["Undecorated", "@dataclass"]),

@@ -2,18 +2,15 @@
 
 The language of a block is a mark. `make test-all` runs the commands of `bash` blocks and tables with a
 small model, and `python` blocks as they stand. Of `sh` blocks, and of `$` lines above an output, it
-checks the flags only, but it runs those of some tutorials as they stand.
+checks the flags only.
 
 docs/guides/inspecting-runs.md shows outputs: LLMTRAIN_WRITE_DOCS=1 writes them, instead of comparing.
 """
 
-import itertools
-import json
 import os
 import re
 import shlex
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -25,22 +22,16 @@ from tests.launching import (
     BIN,
     FINETUNE,
     GPT,
-    NOUNS,
     PREFERENCE,
     ROOT,
     WRITE_DOCS,
     Ended,
     long_form,
-    read_json,
     run,
-    start_process,
-    wait,
-    wait_for_log_entries,
     write_chats,
     write_pairs,
     write_text,
 )
-from tests.stand_ins import write_model, write_splits
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -272,16 +263,14 @@ def as_run(command: str, page: Path) -> str:
     return made_small(command, page)
 
 
-ENVIRONMENT = {
-    "PATH": f"{BIN}:{os.environ['PATH']}",
-    "ACCELERATE_USE_CPU": "true",
-    "WANDB_MODE": "offline",
-}
-
-
 def run_in(folder: Path, command: str) -> Ended:
     """Run a command of a page in a folder."""
-    return run(["bash", "-ec", f"cd {folder}; {command} < /dev/null"], ENVIRONMENT, timeout=300)
+    environment = {
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "ACCELERATE_USE_CPU": "true",
+        "WANDB_MODE": "offline",
+    }
+    return run(["bash", "-ec", f"cd {folder}; {command} < /dev/null"], environment, timeout=300)
 
 
 @long_form
@@ -330,80 +319,3 @@ def test_the_page_about_runs_shows_what_its_commands_print(tmp_path: Path) -> No
             INSPECTING_RUNS.write_text(text.replace(block, f"```\n$ {command}\n{printed}```\n"))
         else:
             assert labels(ended.out) == labels(shown)
-
-
-# --- tutorials, as they stand
-
-TUTORIALS = ROOT / "docs" / "tutorials"
-# The sh blocks of these pages run one after the other in one folder. The other tutorials need
-# several machines, kill their runs at a certain step, or are timed lessons.
-JOURNEYS = {"pretrain": ["pretrain.md"], "align": ["finetune.md", "align.md"]}
-NOT_IN_JOURNEYS = ("curl", "pip", "vllm")
-# Training on a builtin data set has been measured at its full length. Here it is short.
-SHORT = " --max_steps 3 --eval_fraction 0.002 --max_train_samples 200"
-# A model for a GPU is narrow here. It would take minutes, and 12 GB.
-NARROW = " --n_embd 64"
-
-
-def write_hub(folder: Path) -> None:
-    """Write folders that stand in for the hub names in the tutorials.
-
-    A folder takes precedence over the hub, so the test runs the very commands that a reader types.
-    """
-    write_model("qwen3", folder / "Qwen" / "Qwen3-0.6B", tie_word_embeddings=True)
-
-    write_chats(folder / "chats.jsonl", count=24)
-    chats = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
-    for chat in chats:
-        chat.update(source="made up", num_turns=len(chat["messages"]) // 2)
-    write_splits(folder / "trl-lib" / "Capybara", train=chats[5:], test=chats[:5])
-
-    pairs = []
-    for chat in chats:
-        question, answer, *_ = chat["messages"]
-        wrong = {"role": "assistant", "content": question["content"] * 2}
-        pair = {"chosen": [question, answer], "rejected": [question, wrong]}
-        pairs.append({**pair, "score_chosen": 8.0, "score_rejected": 6.5})
-    write_splits(folder / "trl-lib" / "ultrafeedback_binarized", train=pairs[5:], test=pairs[:5])
-
-    stories = [{"text": f"One day, {name} saw a bird. " * 9} for name in NOUNS * 20]
-    write_splits(folder / "roneneldan" / "TinyStories", train=stories[5:], validation=stories[:5])
-
-
-def run_as_it_stands(command: str, folder: Path, *, is_interrupted: bool) -> None:
-    """Run a command of a tutorial. One that the reader interrupts gets SIGINT in its third step."""
-    if "recipes/" in command and "llmtrain plan" not in command:
-        command += SHORT * ("builtin:" in command) + NARROW * ("--n_embd 512" in command)
-    is_simple = not set("|;&<>") & set(command)
-    in_folder = f"cd {folder}; {'exec ' if is_simple else ''}{command} < /dev/null"
-
-    process = start_process(["bash", "-ec", in_folder], ENVIRONMENT)
-    if is_interrupted:
-        words = shlex.split(command)
-        wait_for_log_entries(process, folder / words[words.index("--output_dir") + 1], 3)
-        process.send_signal(signal.SIGINT)
-
-    ended = wait(process, timeout=300)
-    assert ended.status == (130 if is_interrupted else 0), f"{command}\n{ended.out}\n{ended.err}"
-
-
-@long_form
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("journey", JOURNEYS)
-def test_the_commands_of_a_tutorial_run_as_they_stand(journey: str, tmp_path: Path) -> None:
-    write_inputs(tmp_path)
-    write_hub(tmp_path)
-    (tmp_path / "input.txt").write_text((tmp_path / "small.txt").read_text() * 6)
-
-    commands: list[str] = []
-    for name in JOURNEYS[journey]:
-        for line in lines_of(TUTORIALS / name, "sh"):
-            commands += [
-                text for text in commands_in([line]) if not text.startswith(NOT_IN_JOURNEYS)
-            ]
-    # A reader who types a command twice has interrupted it.
-    for command, following in itertools.pairwise([*commands, ""]):
-        run_as_it_stands(command, tmp_path, is_interrupted=command == following)
-
-    for status in (tmp_path / "runs").glob("*/status.json"):
-        assert read_json(status)["state"] == "finished", status

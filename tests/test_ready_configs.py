@@ -8,22 +8,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.config.command_line import parse
 from llmtrain.config.yaml_file import settings_in
+from llmtrain.data.chat_template import set_template
+from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import forget_accelerator
 from recipes import finetune
 from tests.launching import ROOT, long_form, write_chats
 from tests.multimodal import write_checkpoint
-from tests.stand_ins import write_model, write_splits
 
 CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
 each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 # These are trained by `make test`, and the others by its long form.
 TRAINED_ALWAYS = ["qwen3-0.6b-lora", "qwen1.5-1.8b-kto"]
 
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32768,
+    "sliding_window": None,
+}
 EXPERTS = {
     "num_hidden_layers": 24,
     "num_local_experts": 2,
@@ -86,22 +101,18 @@ def test_a_file_is_what_print_config_prints_and_sets_only_what_differs(
         assert not setting.is_set or setting.value != defaults[name].value, name
 
 
-@each_config
-def test_the_comment_of_a_file_has_the_command_that_runs_it(path: Path) -> None:
-    command = command_in(path)
-    assert command.endswith(f" --config recipes/configs/{path.name}")
-    [launch] = re.findall(r"--config_file (\S+)", command)
-    assert (ROOT / launch).is_file()
-    assert yaml.safe_load(path.read_text())["output_dir"] == f"runs/{path.stem}"
-
-
 def write_stand_in(name: str, folder: Path) -> None:
     """Write a tiny model of the class of a named model, with a tokenizer that has a template."""
     model_type, sizes = STAND_INS[name]
     if model_type[0].isupper():
         write_checkpoint(model_type, folder)
         return
-    write_model(model_type, folder, **sizes)
+    config = AutoConfig.for_model(model_type, **{**SMALL, **sizes})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer = as_pretrained(train_tokenizer("byte", [], lambda: iter(())), 64)
+    set_template(tokenizer, "chatml")
+    tokenizer.save_pretrained(folder)
 
 
 def write_data(content: dict[str, Any], folder: Path) -> None:
@@ -118,10 +129,11 @@ def write_data(content: dict[str, Any], folder: Path) -> None:
             records.append({"prompt": question, "chosen": answer, "rejected": "no"})
         else:
             records.append({"messages": [message("user", question), message("assistant", answer)]})
-    splits = {content.get("dataset_train_split", "train"): records}
+    splits = {content.get("dataset_train_split", "train"): Dataset.from_list(records)}
     if "dataset_test_split" in content:
-        splits[content["dataset_test_split"]] = records[:4]
-    write_splits(folder, **splits)
+        splits[content["dataset_test_split"]] = Dataset.from_list(records[:4])
+    for split, rows in splits.items():
+        rows.to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
 
 
 def message(role: str, content: str) -> dict[str, str]:

@@ -6,7 +6,6 @@ import shlex
 
 import pytest
 
-from llmtrain.cli import build_parser
 from llmtrain.config.command_line import parse
 from llmtrain.config.flag_parser import FlagParser
 from llmtrain.config.flags import configs_of
@@ -68,17 +67,6 @@ def test_each_hint_is_printed_and_names_only_flags_of_the_recipe_that_prints_it(
             printed.add(name)
 
     assert printed == set(hints("recipes"))
-
-
-def test_each_hint_of_the_commands_is_printed_by_one() -> None:
-    parser = build_parser()
-    [subparsers] = [action for action in parser._actions if isinstance(action.choices, dict)]
-    printed = set()
-    for command in ("generate", "chat", "eval", "export"):
-        flags = set(subparsers.choices[command]._option_string_actions)
-        unknown = {name for name in hints("commands") if f"--{name}" not in flags}
-        printed |= {name for name in unknown if hint_for(name, flags, "commands")}
-    assert printed == set(hints("commands"))
 
 
 @pytest.mark.parametrize(
