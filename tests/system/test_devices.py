@@ -1,66 +1,57 @@
-"""The code for GPUs on tensors without values, under a torch for GPUs and without a GPU."""
+"""What a run needs of its device: on a GPU the losses of a CPU, and little memory for checksums."""
 
-import os
-import sys
+import shlex
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.environments import environment_with
-from tests.launching import ROOT, Ended, long_form, run
-
-# The packages of a machine with GPUs, without datasets, wandb and trl.
-PACKAGES = [
-    "torch==2.11.0",
-    "transformers==5.17.0",
-    "accelerate==1.15.0",
-    "peft",
-    "pyarrow",
-    "psutil",
-    "filelock",
-    "jinja2",
-    "plotille",
-    "tqdm",
-]
-# The functions of fake_cuda.py that call the package, in their order there.
-PATHS = "forward_of_gpt forward_of_llama losses counts optimizers restores fingerprints finite"
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch for GPUs needs Linux")
+from llmtrain.observe.replicas import weight_checksums
+from tests.launching import FINETUNE, GPT, PYTHON, SMALL_LLAMA, TINY, accelerate, run, series
 
 
-@pytest.fixture(scope="module")
-def python() -> str:
-    """Return a Python that has a torch for GPUs.
-
-    LLMTRAIN_GPU_PYTHON can name one. Otherwise the packages are installed into a new environment.
-    """
-    path = os.environ.get("LLMTRAIN_GPU_PYTHON")
-    if path is None:
-        path = str(environment_with("gpu", PACKAGES, is_optional=True) / "bin" / "python")
-    version = run([path, "-c", "import torch; print(torch.__version__)"]).assert_ok().out
-    if "+cpu" in version:
-        pytest.skip(f"torch {version.strip()} is one for CPUs")
-    return path
-
-
-def run_fake_cuda(python: str, *arguments: str) -> Ended:
-    command = [python, "tests/system/fake_cuda.py", *arguments]
-    return run(command, {"PYTHONPATH": str(ROOT)})
-
-
-@long_form
-def test_the_code_for_gpus_runs_on_shapes_alone(python: str) -> None:
-    assert run_fake_cuda(python).assert_ok().out.split() == PATHS.split()
-
-
-@long_form
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("launcher", "recipe", "flags"),
     [
-        pytest.param("3", "same device", id="tensors of two devices"),
-        pytest.param("7", "bytes for", id="too much memory"),
+        (PYTHON, GPT, TINY),
+        (PYTHON, FINETUNE, ["--from_config", "llama", *SMALL_LLAMA]),
+        (accelerate("fsdp2", "--num_processes", "1"), GPT, TINY),
     ],
+    ids=["gpt", "packed", "sharded"],
 )
-def test_a_planted_fault_is_an_error(python: str, fault: str, message: str) -> None:
-    ended = run_fake_cuda(python, fault)
-    assert ended.status != 0
-    assert message in ended.err
+def test_a_run_on_a_gpu_has_the_losses_of_a_cpu(
+    launcher: list[str], recipe: str, flags: list[str], text_file: Path, tmp_path: Path
+) -> None:
+    flags = [*flags, *shlex.split(f"--dataset {text_file} --output_dir")]
+    on_cpu = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    run([*PYTHON, recipe, *flags, str(tmp_path / "cpu")], on_cpu).assert_ok()
+    run([*launcher, recipe, *flags, str(tmp_path / "gpu")]).assert_ok()
+
+    for key in ("train/loss", "eval/loss"):
+        losses = series(tmp_path / "gpu", key)
+        assert losses == pytest.approx(series(tmp_path / "cpu", key), rel=2e-2)
+
+
+class LargestInteger(TorchDispatchMode):
+    """Notes the bytes of the largest tensor of 64-bit integers that is made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.int64:
+            self.bytes = max(self.bytes, result.nbytes)
+        return result
+
+
+def test_checksums_of_weights_need_less_memory_than_the_weights() -> None:
+    large = nn.Linear(1 << 12, 1 << 12, bias=False)
+    with LargestInteger() as largest:
+        weight_checksums(large)
+    assert 0 < largest.bytes <= large.weight.nbytes
