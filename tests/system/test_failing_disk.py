@@ -5,11 +5,11 @@ import itertools
 import json
 import os
 import queue
+import random
 import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,7 +39,9 @@ ERRORS = {
     "unlink": ("EIO", "ESTALE", "ENOSPC", "EACCES", "EROFS"),
     "flock": ("EIO", "ESTALE", "ENOSPC", "EACCES", "ENOLCK"),
 }
-ALL_ERRORS = bool(os.environ.get("LLMTRAIN_ALL_ERRORS"))  # not one error for each call in turn
+ALL_ERRORS = bool(
+    os.environ.get("LLMTRAIN_ALL_ERRORS")
+)  # make torture tries each error of each call
 
 
 class Case(NamedTuple):
@@ -65,9 +67,6 @@ class Runs:
         self.text = str(write_text(base / "text.txt", sentences=60))
         self._idle: queue.Queue[subprocess.Popen[str]] = queue.Queue()
         self._servers = [self._start_server() for _ in range(2)]
-        with ThreadPoolExecutor(2) as pool:  # they import everything, and make a run
-            first_request = [*FLAGS, "--dataset", self.text]
-            assert [*pool.map(lambda server: _ask(server, first_request), self._servers)] == [0, 0]
         for server in self._servers:
             self._idle.put(server)
 
@@ -78,7 +77,7 @@ class Runs:
 
     def _start_server(self) -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.system.warm_gpt"],
+            [sys.executable, "-m", "tests.system.warm_gpt", *FLAGS, "--dataset", self.text],
             cwd=ROOT,
             env={**os.environ, **preloaded(), "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
@@ -126,14 +125,13 @@ class Runs:
             counts[place, kind] += 1
         return counts
 
-    def cases(self) -> Iterator[Case]:
-        """Yield all cases. Unless ALL_ERRORS is set, each call fails with one error, in turn."""
-        turn = itertools.count()
+    def cases(self) -> list[Case]:
+        """Return a case for each call and error."""
+        cases = []
         for start, place, kind in itertools.product(("new", "resumed"), ("run", "cache"), KINDS):
             for number in range(min(FIRST_CALLS, self.calls[start][place, kind])):
-                errors = ERRORS[kind] if ALL_ERRORS else [ERRORS[kind][next(turn) % 5]]
-                for error in errors:
-                    yield Case(start, place, kind, number, error)
+                cases += [Case(start, place, kind, number, error) for error in ERRORS[kind]]
+        return cases
 
     def faults(self, case: Case) -> list[str]:
         """Make a run with a failing call and, if it has failed, another one without."""
@@ -214,29 +212,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     runs.close()
 
 
-def sweep(runs: Runs, cases: list[Case], score: Callable[[str], None]) -> None:
-    start = time.monotonic()
+# The calls of the end of a run are not among the first ones.
+LAST_STATUS = Case("new", "run/status.json", "rename", number=4, error="EIO")
+
+
+@needs_failing_calls
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=long_form)])
+def test_a_call_that_fails_once_costs_one_line(
+    count: int, runs: Runs, score: Callable[[str], None]
+) -> None:
+    cases = runs.cases()
+    if not ALL_ERRORS or count == 12:
+        cases = [LAST_STATUS, *random.Random(count).sample(cases, count)]
     with ThreadPoolExecutor(2) as pool:
         results = zip(cases, pool.map(runs.faults, cases), strict=True)
         faulty = {" ".join(map(str, case)): faults for case, faults in results if faults}
-    seconds = time.monotonic() - start
-    count = bound(len(faulty), len(cases))
-    score(f"disk: single failing calls with another end than promised: {count}, {seconds:.0f} s")
+    score(
+        f"disk: single failing calls with another end than promised: {bound(len(faulty), len(cases))}"
+    )
     assert not faulty, "\n".join(f"{case}: {faults}" for case, faults in faulty.items())
-
-
-@needs_failing_calls
-def test_a_call_that_fails_once_costs_one_line(runs: Runs, score: Callable[[str], None]) -> None:
-    cases = [*runs.cases()]
-    # Those of the end of a run are not among the first calls.
-    last_status = Case("new", "run/status.json", "rename", number=4, error="EIO")
-    sweep(runs, [last_status, *cases[:: len(cases) // 12]], score)
-
-
-@long_form
-@needs_failing_calls
-@pytest.mark.timeout(3600)
-def test_each_of_the_first_calls_that_fails_costs_one_line(
-    runs: Runs, score: Callable[[str], None]
-) -> None:
-    sweep(runs, [*runs.cases()], score)

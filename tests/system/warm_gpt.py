@@ -1,13 +1,12 @@
 """Runs recipes/gpt.py many times, each time in a fork of a process that has made a run before.
 
 Such a run takes a quarter of the seconds that a fork by tests/forked.py takes. Started by
-test_failing_disk.py, with LD_PRELOAD.
+test_failing_disk.py with the flags of that run, and with LD_PRELOAD.
 
-The first line on stdin has the flags of that run. Each further line has flags, environment variables,
-and the files that get stdout and stderr. Each line on stdout is an exit status.
+Each line on stdin has flags, environment variables, and the files that get stdout and stderr. Each
+line on stdout is an exit status.
 """
 
-import importlib.util
 import json
 import os
 import runpy
@@ -15,15 +14,14 @@ import signal
 import sys
 import tempfile
 
+from recipes import gpt
 from tests.launching import GPT
 
 _LONGEST_SECONDS = 120
 
 
 def main() -> None:
-    flags = json.loads(sys.stdin.readline())
-    _make_run(flags)
-    print(0, flush=True)
+    _make_run(sys.argv[1:])
     for line in sys.stdin:
         process = os.fork()
         if process == 0:
@@ -35,16 +33,11 @@ def main() -> None:
 
 def _make_run(flags: list[str]) -> None:
     """Make a run in this process, so that everything is imported and compiled."""
-    spec = importlib.util.spec_from_file_location("gpt", GPT)
-    assert spec is not None
-    assert spec.loader is not None
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
     output = os.dup(1)
     os.dup2(2, 1)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LLMTRAIN_CACHE"] = f"{folder}/cache"
-        recipe.main([*flags, "--output_dir", f"{folder}/run"])
+        gpt.main([*flags, "--output_dir", f"{folder}/run"])
     os.dup2(output, 1)
 
 
