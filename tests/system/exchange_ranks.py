@@ -6,8 +6,10 @@ Rank 0 writes a comparison with the usual exchange as JSON.
 import json
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
@@ -115,10 +117,39 @@ def sent_bytes_of_step(accelerator: Accelerator, comm_hook: str = "none") -> int
     return sum(bytes_of_buckets)
 
 
+# --- counted
+
+
+def reductions(accelerator: Accelerator) -> list[int]:
+    """Return how many buckets are reduced in each micro-batch of three steps of three."""
+    engine, optimizer = new_engine(accelerator)
+    counts: list[int] = []
+
+    def count_bucket(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketFuture:
+        counts[-1] += 1
+        return average(bucket)
+
+    engine.model.register_forward_pre_hook(lambda *_: counts.append(0))
+    with engine.watching_buckets(count_bucket):
+        for step in range(3):
+            train_step(engine, optimizer, 3 * batches_of(engine, step), max_grad_norm=1.0)
+    return counts
+
+
+def reductions_without_no_sync(accelerator: Accelerator) -> list[int]:
+    """Plant the bug that the counts must show."""
+    with mock.patch.object(accelerator, "no_sync", return_value=nullcontext()):
+        return reductions(accelerator)
+
+
 def main() -> None:
     accelerator = start_accelerator()
     float32_bytes = sent_bytes_of_step(accelerator)
-    comparison: dict[str, Any] = {"has_same_bits_if_watched": has_same_bits_if_watched(accelerator)}
+    comparison: dict[str, Any] = {
+        "has_same_bits_if_watched": has_same_bits_if_watched(accelerator),
+        "reductions": reductions(accelerator),
+        "reductions_without_no_sync": reductions_without_no_sync(accelerator),
+    }
     for comm_hook in ("bf16", "fp16"):
         comparison[comm_hook] = {
             "relative_error": relative_error(accelerator, comm_hook),

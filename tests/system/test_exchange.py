@@ -1,40 +1,26 @@
 """How ranks exchange gradients: watching changes no bit, and 16 bits round and send half the bytes."""
 
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from llmtrain.record.checkpoint import tensors_digest
 from tests.forked import run_forked
 from tests.launching import GPT, TINY, Ended, read_json, torchrun
 
 
-@pytest.fixture(scope="module")
-def comparison(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the comparison that exchange_ranks.py writes."""
-    path = tmp_path_factory.mktemp("exchange") / "comparison.json"
+def test_how_three_ranks_exchange_gradients(tmp_path: Path) -> None:
+    path = tmp_path / "comparison.json"
     run_forked([*torchrun(3), "tests/system/exchange_ranks.py", str(path)]).assert_ok()
-    return read_json(path)
+    comparison = read_json(path)
 
-
-def test_a_run_whose_exchange_is_watched_has_the_same_bits(comparison: Any) -> None:
     assert comparison["has_same_bits_if_watched"]
+    for comm_hook, smallest, largest in [("bf16", 1e-5, 1e-2), ("fp16", 1e-6, 2e-3)]:
+        assert smallest < comparison[comm_hook]["relative_error"] < largest
+        assert comparison[comm_hook]["share_of_bytes"] == 0.5
 
-
-@pytest.mark.parametrize(
-    ("comm_hook", "smallest", "largest"),
-    [pytest.param("bf16", 1e-5, 1e-2, id="bf16"), pytest.param("fp16", 1e-6, 2e-3, id="fp16")],
-)
-def test_sixteen_bits_round_and_no_more(
-    comm_hook: str, smallest: float, largest: float, comparison: Any
-) -> None:
-    assert smallest < comparison[comm_hook]["relative_error"] < largest
-
-
-@pytest.mark.parametrize("comm_hook", ["bf16", "fp16"])
-def test_sixteen_bits_are_half_the_bytes(comm_hook: str, comparison: Any) -> None:
-    assert comparison[comm_hook]["share_of_bytes"] == 0.5
+    # Once a step, in its last micro-batch.
+    counts = comparison["reductions"]
+    assert [count > 0 for count in counts] == [False, False, True] * 3
+    assert all(comparison["reductions_without_no_sync"]), "the counts would show a missing no_sync"
 
 
 def test_a_compressed_run_resumes_in_the_bits_of_one_that_was_not_interrupted(
