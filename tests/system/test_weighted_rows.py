@@ -2,15 +2,12 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from torch.nn import functional as F
 
 from tests.forked import run_forked
 from tests.launching import PYTHON, torchrun
 from tests.system.weighted_rows import Bigrams, global_batch, weights_of_targets
-
-SCRIPT = "tests/system/weighted_rows.py"
 
 
 def plain_step() -> dict[str, torch.Tensor]:
@@ -30,29 +27,17 @@ def plain_step() -> dict[str, torch.Tensor]:
     return {"loss": loss.detach(), "weights": torch.cat(stepped), "denominator": weights.sum()}
 
 
-def trained(path: Path, launcher: list[str], *flags: str) -> dict[str, torch.Tensor]:
-    run_forked([*launcher, SCRIPT, str(path), *flags]).assert_ok()
-    results: dict[str, torch.Tensor] = torch.load(path)
-    return results
+def test_the_step_of_weighted_rows_is_that_of_a_plain_loop_on_any_layout(tmp_path: Path) -> None:
+    expected = plain_step()
+    bitwise = []
+    for processes, launcher in {1: PYTHON, 2: torchrun(2), 4: torchrun(4)}.items():
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        run_forked([*launcher, "tests/system/weighted_rows.py", str(folder)]).assert_ok()
 
-
-@pytest.mark.parametrize("launcher", [PYTHON, torchrun(2)], ids=["one process", "DDP 2"])
-def test_the_step_of_weighted_rows_is_that_of_a_plain_loop(
-    launcher: list[str], tmp_path: Path
-) -> None:
-    results = trained(tmp_path / "results.pt", launcher)
-
-    for name, expected in plain_step().items():
-        torch.testing.assert_close(results[name].double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_the_step_of_weighted_rows_has_the_same_bits_on_any_layout(tmp_path: Path) -> None:
-    results = [
-        trained(tmp_path / f"{count}.pt", launcher, "--bitwise")
-        for count, launcher in [(1, PYTHON), (2, torchrun(2)), (4, torchrun(4))]
-    ]
-
-    for name, expected in plain_step().items():
-        torch.testing.assert_close(results[0][name].double(), expected, rtol=1e-5, atol=1e-6)
-        assert torch.equal(results[1][name], results[0][name]), name
-        assert torch.equal(results[2][name], results[0][name]), name
+        replicated = torch.load(folder / "replicated.pt")
+        bitwise.append(torch.load(folder / "bitwise.pt"))
+        for name, value in expected.items():
+            torch.testing.assert_close(replicated[name].double(), value, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(bitwise[-1][name].double(), value, rtol=1e-5, atol=1e-6)
+            assert torch.equal(bitwise[-1][name], bitwise[0][name]), name

@@ -1,11 +1,13 @@
 """Started by test_weighted_rows.py: a loss with weights of rows, whose denominator is their sum.
 
-    python tests/system/weighted_rows.py FILE [--bitwise]        (or under torchrun)
+    python tests/system/weighted_rows.py FOLDER        (or under torchrun)
 
-It writes the loss and the denominator of one global batch, and the weights after a step of SGD.
+It writes the loss and the denominator of one global batch, and the weights after a step of SGD, with
+the usual engine (FOLDER/replicated.pt) and with the one of --bitwise (FOLDER/bitwise.pt).
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,31 +68,32 @@ class WeightedRows(lt.Objective):
         return weights_of_targets(batch).sum()
 
 
-def main() -> None:
-    ranks = Ranks(start_accelerator())
-    model = make_trainable(Bigrams())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    if "--bitwise" in sys.argv:
-        engine: Engine = BitwiseEngine(ranks, model, objective=WeightedRows())
-        optimizer = ranks.accelerator.prepare(optimizer)
-    else:
-        model, optimizer = ranks.accelerator.prepare(model, optimizer)
-        engine = ReplicatedEngine(ranks, model, objective=WeightedRows())
-
+def make_step(engine: Engine, optimizer: Any) -> dict[str, torch.Tensor]:
+    ranks = engine.ranks
     # Micro-batches of one row, so that all layouts add up the same numbers.
     rows_per_rank = ROWS // ranks.world_size
     own_rows = range(ROWS)[ranks.rank * rows_per_rank :][:rows_per_rank]
     batch = global_batch()
     batches = [{name: column[[row]] for name, column in batch.items()} for row in own_rows]
     result = train_step(engine, optimizer, batches, max_grad_norm=1e9)
-    loss_sum = ranks.sum_over_ranks(result.sums.loss)
-    if ranks.is_main:
-        results = {
-            "loss": loss_sum / result.denominator,
-            "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
-            "denominator": torch.tensor(result.denominator, dtype=torch.float64),
-        }
-        torch.save(results, sys.argv[1])
+    return {
+        "loss": ranks.sum_over_ranks(result.sums.loss) / result.denominator,
+        "weights": torch.cat([p.detach().flatten() for p in engine.model.parameters()]),
+        "denominator": torch.tensor(result.denominator, dtype=torch.float64),
+    }
+
+
+def main() -> None:
+    ranks = Ranks(start_accelerator())
+    for name, engine_type in {"bitwise": BitwiseEngine, "replicated": ReplicatedEngine}.items():
+        model = make_trainable(Bigrams())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if name == "replicated":
+            model = ranks.accelerator.prepare(model)
+        engine = engine_type(ranks, model, objective=WeightedRows())
+        results = make_step(engine, ranks.accelerator.prepare(optimizer))
+        if ranks.is_main:
+            torch.save(results, Path(sys.argv[1], f"{name}.pt"))
 
 
 if __name__ == "__main__":
