@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import runpy
+import shlex
 import sys
 import traceback
 from collections import Counter
@@ -25,26 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.training import loop
 
-# Methods of a tensor that read its values.
-READING_METHODS = {
-    "item",
-    "tolist",
-    "numpy",
-    "cpu",
-    "__bool__",
-    "__float__",
-    "__int__",
-    "__index__",
-}
-# Operations that read values, or whose result has a size that depends on them.
+# Methods of a tensor, and operations, that read its values, or whose result has a size that depends
+# on them.
+READING_METHODS = {*shlex.split("item tolist numpy cpu __bool__ __float__ __int__ __index__")}
 READING_OPERATIONS = {
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "unique_dim",
-    "_unique2",
-    "is_nonzero",
-    "equal",
+    *shlex.split("_local_scalar_dense nonzero masked_select unique_dim _unique2 is_nonzero equal")
 }
 
 
@@ -91,25 +77,18 @@ class OperationCounter(TorchDispatchMode):
 
 def has_mask(operation: str, args: tuple[Any, ...]) -> bool:
     """Return whether an operation selects elements with a tensor of bools."""
-    if operation == "index":
-        indices = args[1]
-    elif operation.startswith("index"):
-        indices = args[1:2]
-    else:
+    if not operation.startswith("index"):
         return False
+    indices = args[1] if operation == "index" else args[1:2]
     return any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in indices)
 
 
 def calling_line() -> str:
     """Return the file and line that has called torch."""
+    own_files = ("syncs_ranks.py", "overrides.py")
     stack = traceback.extract_stack()
-    callers = [
-        frame
-        for frame in stack
-        if "syncs_ranks" not in frame.filename and "overrides" not in frame.filename
-    ]
-    caller = callers[-1]
-    return f"{Path(caller.filename).name}:{caller.lineno}"
+    callers = [frame for frame in stack if not frame.filename.endswith(own_files)]
+    return f"{Path(callers[-1].filename).name}:{callers[-1].lineno}"
 
 
 class StepCounter:

@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -32,47 +32,35 @@ FSDP2 = accelerate("fsdp2", "--num_processes", "2", "--mixed_precision", "no")
 ON_TWO = torchrun(2)
 
 
-class Training(NamedTuple):
-    """A launcher, and the recipe with its flags."""
-
-    launcher: list[str]
-    recipe: str
-    flags: list[str]
-
-    @classmethod
-    def of_gpt(cls, launcher: list[str], flags: str = "") -> "Training":
-        return cls(launcher, GPT, [*TINY, *flags.split()])
-
-    @classmethod
-    def of_llama(cls, launcher: list[str], flags: str = "") -> "Training":
-        data_flags = [*BYTE_DATA, *SIX_STEPS]
-        return cls(launcher, FINETUNE, ["--from_config", "llama", *data_flags, *flags.split()])
+TINY_GPT = [GPT, *TINY, "--dropout", "0.1"]
+LLAMA = [FINETUNE, "--from_config", "llama", *BYTE_DATA, *SIX_STEPS]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The data set of each recipe."""
+    chats = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    return {GPT: text_file, FINETUNE: write_chats(chats)}
+
+
+@pytest.fixture(scope="module")
+def base(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model to train an adapter for."""
-    folder = tmp_path_factory.mktemp("base")
-    chats = write_chats(folder / "chats.jsonl")
-    training = Training.of_llama(PYTHON)
-    flags = shlex.split(
-        f"--max_steps 1 --warmup_steps 0 --dataset {chats} --output_dir {folder / 'run'}"
-    )
-    run_forked([*PYTHON, FINETUNE, *training.flags, *FLAGS, *flags]).assert_ok()
-    return folder / "run" / "model"
+    folder = tmp_path_factory.mktemp("base") / "run"
+    flags = f"--max_steps 1 --warmup_steps 0 --dataset {data[FINETUNE]} --output_dir {folder}"
+    run_forked([*PYTHON, *LLAMA, *FLAGS, *flags.split()]).assert_ok()
+    return folder / "model"
 
 
-def counts_by_step(training: Training, tmp_path: Path, text_file: Path) -> list[dict[str, Any]]:
+def counts_by_step(
+    launcher: list[str], recipe: list[str], data: dict[str, Path], folder: Path
+) -> list[dict[str, Any]]:
     """Train for six steps. Return what `syncs_ranks.py` has counted in all but the first and last."""
-    if training.recipe == GPT:
-        dataset = text_file
-    else:
-        dataset = write_chats(tmp_path / "chats.jsonl")
-    counts_file = tmp_path / "counts.json"
-    data_flags = shlex.split(f"--dataset {dataset} --output_dir {tmp_path / 'run'}")
-    program = ["tests/system/syncs_ranks.py", str(counts_file), training.recipe]
+    counts_file = folder / "counts.json"
+    flags = shlex.split(f"--dataset {data[recipe[0]]} --output_dir {folder / 'run'}")
+    program = ["tests/system/syncs_ranks.py", str(counts_file), *recipe, *FLAGS, *flags]
 
-    run_forked([*training.launcher, *program, *training.flags, *FLAGS, *data_flags]).assert_ok()
+    run_forked([*launcher, *program]).assert_ok()
 
     _, *counted_steps, _ = read_json(counts_file)
     assert len(counted_steps) == COUNTED_STEPS
@@ -90,42 +78,45 @@ def assert_each_step_waits_once(steps: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "training",
+    ("launcher", "recipe"),
     [
-        pytest.param(Training.of_gpt(PYTHON, "--dropout 0.1"), id="gpt"),
-        pytest.param(Training.of_gpt(ON_TWO), id="gpt on 2"),
-        pytest.param(Training.of_llama(PYTHON), id="packed"),
-        pytest.param(Training.of_llama(ON_TWO), id="packed on 2", marks=long_form),
-        pytest.param(Training.of_llama(FSDP2), id="packed, sharded"),
-        pytest.param(Training.of_llama(PYTHON, "--no_packing"), id="not packed"),
+        pytest.param(PYTHON, TINY_GPT, id="gpt"),
+        pytest.param(ON_TWO, TINY_GPT, id="gpt on 2"),
+        pytest.param(PYTHON, LLAMA, id="packed"),
+        pytest.param(ON_TWO, LLAMA, id="packed on 2", marks=long_form),
+        pytest.param(FSDP2, LLAMA, id="packed, sharded"),
+        pytest.param(PYTHON, [*LLAMA, "--no_packing"], id="not packed"),
     ],
 )
-def test_a_step_waits_once(training: Training, tmp_path: Path, text_file: Path) -> None:
-    assert_each_step_waits_once(counts_by_step(training, tmp_path, text_file))
+def test_a_step_waits_once(
+    launcher: list[str], recipe: list[str], data: dict[str, Path], tmp_path: Path
+) -> None:
+    assert_each_step_waits_once(counts_by_step(launcher, recipe, data, tmp_path))
 
 
-def test_a_step_of_an_adapter_waits_once(base: Path, tmp_path: Path, text_file: Path) -> None:
-    flags = ["--lora_r", "2", "--model_name_or_path", str(base), *BYTE_DATA, *SIX_STEPS]
-    training = Training(PYTHON, FINETUNE, flags)
-
-    assert_each_step_waits_once(counts_by_step(training, tmp_path, text_file))
+def test_a_step_of_an_adapter_waits_once(base: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    adapter = [FINETUNE, "--lora_r", "2", "--model_name_or_path", str(base)]
+    recipe = [*adapter, *BYTE_DATA, *SIX_STEPS]
+    assert_each_step_waits_once(counts_by_step(PYTHON, recipe, data, tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("training", "kinds_of_blocks"),
+    ("launcher", "recipe", "kinds_of_blocks"),
     [
-        pytest.param(Training.of_gpt(PYTHON, "--dropout 0.1"), 2, id="gpt"),
-        pytest.param(
-            Training.of_gpt(FSDP2, "--dropout 0.1"), 2, id="gpt, sharded", marks=long_form
-        ),
-        pytest.param(Training.of_llama(FSDP2), 1, id="packed, sharded", marks=long_form),
+        pytest.param(PYTHON, TINY_GPT, 2, id="gpt"),
+        pytest.param(FSDP2, TINY_GPT, 2, id="gpt, sharded", marks=long_form),
+        pytest.param(FSDP2, LLAMA, 1, id="packed, sharded", marks=long_form),
     ],
 )
 def test_nothing_is_compiled_after_the_first_step(
-    training: Training, kinds_of_blocks: int, tmp_path: Path, text_file: Path
+    launcher: list[str],
+    recipe: list[str],
+    kinds_of_blocks: int,
+    data: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
-    compiled = training._replace(flags=[*training.flags, "--torch_compile", "always"])
+    compiled = [*recipe, "--torch_compile", "always"]
 
-    steps = counts_by_step(compiled, tmp_path, text_file)
+    steps = counts_by_step(launcher, compiled, data, tmp_path)
 
     assert [step["graphs"] for step in steps] == [kinds_of_blocks] * COUNTED_STEPS
