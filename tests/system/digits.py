@@ -36,7 +36,7 @@ from tests.launching import (
     write_text,
 )
 
-POISONED = str(ROOT / "tests" / "system" / "poisoned_gpt.py")
+FAULTY = str(ROOT / "tests" / "system" / "faulty_gpt.py")
 OFTEN = shlex.split("--save_steps 3 --eval_steps 3")
 
 Digits: TypeAlias = dict[str, dict[str, Any]]  # name of a run -> metric or checkpoint -> values
@@ -88,7 +88,7 @@ def commands(folder: Path, begun: Path | None = None) -> dict[str, Command]:
         **gpt_commands(folder),
         **finetune_commands(folder, begun or folder),
         **preference_commands(folder),
-        **poisoned_commands(folder),
+        **nan_commands(folder),
     }
     if begun is not None:
         result = {
@@ -188,18 +188,18 @@ def preference_commands(folder: Path) -> dict[str, Command]:
     }
 
 
-def poisoned_commands(folder: Path) -> dict[str, Command]:
+def nan_commands(folder: Path) -> dict[str, Command]:
     """Return the commands of runs in which the loss of three steps is not finite."""
-    poisoned = [POISONED, *TINY, "--dataset", str(folder / "text.txt"), *OFTEN]
+    nan = [FAULTY, *TINY, "--dataset", str(folder / "text.txt"), *OFTEN]
     # The checkpoint of step 3 stays, for runs that begin with its weights.
-    poisoned += ["--max_steps", "9", "--save_total_limit", "3"]
+    nan += ["--max_steps", "9", "--save_total_limit", "3"]
     result = {}
     for optimizer in ("adamw", "muon"):
         for allowed in (0, 1, 5):
             flags = ["--optim", optimizer, "--skip_nonfinite", str(allowed)]
             # A run that may skip five steps skips the three. The others stop with status 2.
             result[f"NaN in three steps, {optimizer}, {allowed} allowed"] = Command(
-                PYTHON, [*poisoned, *flags], exit_status=0 if allowed == 5 else 2
+                PYTHON, [*nan, *flags], {"FAULT": "NaN"}, exit_status=0 if allowed == 5 else 2
             )
     return result
 

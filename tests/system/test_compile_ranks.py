@@ -8,28 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.forked import run_forked
-from tests.launching import TINY, accelerate, long_form, read_json, run
+from tests.launching import TINY, accelerate, long_form, run
 
 
 @pytest.mark.parametrize("precision", [pytest.param("no", marks=long_form), "bf16"])
-def test_compiled_blocks_of_a_sharded_model_have_the_same_gradients(
-    precision: str, tmp_path: Path
-) -> None:
+def test_compiled_blocks_of_a_sharded_model_have_the_same_gradients(precision: str) -> None:
     """With bf16, the norms of a block are an FSDP unit inside the block."""
     launcher = accelerate("fsdp2", "--mixed_precision", precision)
-    command = [*launcher, "tests/system/compile_ranks.py", str(tmp_path)]
-
-    run_forked(command, timeout=60).assert_ok()
-
-    for rank in (0, 1):
-        results = read_json(tmp_path / f"{rank}.json")
-        assert results.pop("gradient difference") < 1e-5
-        assert results == {
-            "compiled blocks": 2,
-            "random numbers as before": True,
-            "gradients left": 0,
-            "all sharded": True,
-        }
+    run_forked([*launcher, "tests/system/compile_ranks.py"], timeout=60).assert_ok()
 
 
 @long_form
@@ -39,10 +25,10 @@ def test_both_ranks_end_if_the_compiler_of_one_fails(
 ) -> None:
     launcher = accelerate(config, "--mixed_precision", "no")
     flags = f"--torch_compile always --dataset {text_file} --output_dir {tmp_path}/run".split()
-    command = [*launcher, "tests/system/broken_compiler.py", *TINY, *flags]
+    command = [*launcher, "tests/system/faulty_gpt.py", *TINY, *flags]
     failure_file = tmp_path / "failure"
 
-    ended = run(command, env={"FAILURE_FILE": str(failure_file)})
+    ended = run(command, {"FAULT": "broken compiler", "FAILURE_FILE": str(failure_file)})
     seconds = time.time() - float(failure_file.read_text())
 
     assert ended.status != 0
