@@ -19,7 +19,6 @@ from tests.launching import (
     SIX_STEPS,
     TINY,
     interrupt,
-    long_form,
     read_json,
     series,
     torchrun,
@@ -149,53 +148,25 @@ def test_flags_that_exclude_each_other_are_named(
 # --- the best weights without early stopping
 
 
-@long_form
-def test_load_best_model_at_end_takes_the_best_weights_also_after_a_resume(
+def test_load_best_model_at_end_takes_the_best_weights_by_the_metric_of_the_user(
     noise: Path, tmp_path: Path
 ) -> None:
+    folder = tmp_path / "run"
     flags = shlex.split(
         "--max_steps 48 --eval_steps 4 --save_steps 6 --eval_fraction 0.3 --learning_rate 2e-2 "
-        f"--load_best_model_at_end --lr_scheduler_type constant --dataset {noise}"
+        "--load_best_model_at_end --metric_for_best_model eval/perplexity "
+        f"--lr_scheduler_type constant --dataset {noise} --output_dir {folder}"
     )
-    command = [*PYTHON, GPT, *TINY, *flags, "--output_dir"]
-    folder = tmp_path / "run"
-    run_forked([*command, str(folder)]).assert_ok()
+
+    ended = run_forked([*PYTHON, GPT, *TINY, *flags]).assert_ok()
 
     best_step = best_step_of(folder)
-    assert status_of(folder)["step"] == 48
-    assert best_step < 48
+    assert best_step < status_of(folder)["step"] == 48
+    assert f"model/ has the weights of step {best_step}: the best eval/perplexity" in ended.out
     assert have_same_weights(folder / "model", checkpoint_model(folder, best_step))
     assert not have_same_weights(folder / "model", checkpoint_model(folder, 48))
-
-    resumed = tmp_path / "resumed"
-    resumed_command = [*command, str(resumed)]
-    # A log entry for each step, and one for each evaluation.
-    log_entries = best_step + best_step // 4 + 3
-    interrupt(resumed_command, resumed, signal.SIGTERM, log_entries)
-    interrupted_step = status_of(resumed)["step"]
-    assert best_step < interrupted_step < 48
-
-    ended = run_forked(resumed_command).assert_ok()
-
-    assert f"model/ has the weights of step {best_step}: the best eval/loss" in ended.out
-    assert have_same_weights(resumed / "model", folder / "model")
-
-
-def test_the_best_weights_are_chosen_by_the_metric_of_the_user(noise: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    flags = shlex.split(
-        "--max_steps 8 --eval_steps 0.5 --eval_fraction 0.3 --load_best_model_at_end "
-        f"--metric_for_best_model eval/perplexity --dataset {noise} --output_dir {folder}"
-    )
-
-    run_forked([*PYTHON, GPT, *TINY, *flags]).assert_ok()
-
-    perplexities = series(folder, "eval/perplexity")
-    del perplexities[0]
-    best_step = min(perplexities, key=perplexities.__getitem__)
-    state = read_json(folder / "checkpoints" / "step-00000008" / "state.json")
-    assert state["best"][:2] == [perplexities[best_step], best_step]
-
+    state = read_json(folder / "checkpoints" / "step-00000048" / "state.json")
+    assert state["best"][:2] == [series(folder, "eval/perplexity")[best_step], best_step]
     # A run with another metric or patience is another run.
     assert state["fingerprint"]["early_stopping"] == [0, "eval/perplexity", 4]
 
@@ -219,13 +190,10 @@ def test_each_source_has_an_eval_loss_and_their_mean_does_not_depend_on_the_layo
     run_forked([*PYTHON, *command, str(on_one)]).assert_ok()
     run_forked([*torchrun(2), *command, str(on_two)]).assert_ok()
 
-    losses = series(on_one, "eval/loss")
-    losses_of_long = series(on_one, "eval/loss/long")
-    losses_of_short = series(on_one, "eval/loss/short")
-    assert losses.keys() == losses_of_long.keys() == losses_of_short.keys()
+    keys = ("eval/loss", "eval/loss/long", "eval/loss/short")
+    for key in keys:
+        assert series(on_two, key) == pytest.approx(series(on_one, key), rel=1e-4)
+    losses, losses_of_long, losses_of_short = [series(on_one, key) for key in keys]
     for step, loss in losses.items():
         lower, higher = sorted([losses_of_long[step], losses_of_short[step]])
         assert lower < loss < higher
-
-    for key in ("eval/loss", "eval/loss/long", "eval/loss/short"):
-        assert series(on_two, key) == pytest.approx(series(on_one, key), rel=1e-4)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from llmtrain.record.checkpoint import tensors_digest
 from tests.forked import run_forked
@@ -48,7 +48,6 @@ def train(flags: str) -> str:
         pytest.param(LITTLE_MEMORY, torch.bfloat16, id="bfloat16 and 8 bits"),
         pytest.param("--dtype bfloat16 --optim muon", torch.bfloat16, id="bfloat16 and Muon"),
         pytest.param("--optim adamw_torch_8bit", torch.float32, id="8 bits", marks=long_form),
-        pytest.param("--dtype bfloat16", torch.bfloat16, id="bfloat16", marks=long_form),
     ],
 )
 def test_a_resumed_run_has_the_same_bits_and_its_model_the_dtype_of_training(
@@ -72,81 +71,42 @@ def test_a_resumed_run_has_the_same_bits_and_its_model_the_dtype_of_training(
     assert AutoModelForCausalLM.from_pretrained(model).dtype == dtype
 
 
-def test_a_state_of_another_optimizer_is_not_restored(text_file: Path, tmp_path: Path) -> None:
-    first = tmp_path / "first"
-    train(f"--optim adamw_torch_8bit --dataset {text_file} --output_dir {first}")
-
-    out = train(
-        f"--optim adamw --max_steps 7 --resume_from_checkpoint {first} --dataset {text_file} "
-        f"--output_dir {tmp_path}/second"
-    )
-
-    assert (
-        "the checkpoint has the state of the optimizer EightBitAdamW for weights in float32; AdamW "
-        "for weights in float32 starts without a state"
-    ) in out
-
-
 # --- layouts
 
 
-def verify_layouts(layouts: str, flags: str) -> list[str]:
-    """Run `llmtrain verify layout` on a GPT, and return the lines of its report."""
+@long_form
+@pytest.mark.parametrize(("layouts", "flag"), [("1x1x8,2x2x2,4x1x2", ""), ("2,4", "--bitwise")])
+def test_any_layout_makes_the_same_steps(layouts: str, flag: str, text_file: Path) -> None:
     verify = shlex.split(f"{BIN}/llmtrain verify layout --steps 4 --layouts {layouts}")
-    command = [*PYTHON, *verify, GPT, *FLAGS, *shlex.split(flags)]
-    return run_forked(command).assert_ok().out.splitlines()
+    flags = [*FLAGS, *shlex.split(f"{LITTLE_MEMORY} {flag} --dataset {text_file}")]
+    lines = run_forked([*PYTHON, *verify, GPT, *flags]).assert_ok().out.splitlines()
 
-
-@long_form
-def test_any_layout_makes_the_same_steps(text_file: Path) -> None:
-    lines = verify_layouts("1x1x8,2x2x2,4x1x2", f"{LITTLE_MEMORY} --dataset {text_file}")
     assert "passed: the same run" in lines
+    if flag == "--bitwise":
+        assert len({line.split()[-1] for line in lines if "process" in line}) == 1
 
 
-@long_form
-def test_a_bitwise_run_has_the_same_bits_on_two_and_four_processes(text_file: Path) -> None:
-    lines = verify_layouts("2,4", f"{LITTLE_MEMORY} --bitwise --dataset {text_file}")
-    assert "passed: the same run" in lines
-    digests = {line.split()[-1] for line in lines if "process" in line}
-    assert len(digests) == 1
+# --- without autocast, a matrix product does not take inputs of two dtypes
 
 
-# --- frozen weights
-# Without autocast, a matrix product does not take inputs of two dtypes.
-
-
-def test_frozen_weights_stay_beside_trained_ones_in_bfloat16(
+def test_frozen_weights_and_an_adapter_of_a_reward_model_train_in_bfloat16(
     text_file: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
-    flags = shlex.split(
-        rf"{LITTLE_MEMORY} --from_config llama --freeze 'layers\.0\.' --max_steps 3 "
-        f"--dataset {text_file} --output_dir {folder}"
-    )
-
-    run_forked([*PYTHON, FINETUNE, *SMALL_LLAMA, *flags]).assert_ok()
-
-    assert metrics(folder)[-1]["eval/loss"] > 0
-
-
-@long_form
-def test_an_adapter_of_a_reward_model_trains_in_bfloat16(tmp_path: Path) -> None:
     base = tmp_path / "base"
-    config = LlamaConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
-    LlamaForCausalLM(config).save_pretrained(base)
-    pairs = write_pairs(tmp_path / "pairs.jsonl")
+    flags = rf"--from_config llama --freeze 'layers\.0\.' --dataset {text_file} --output_dir {base}"
+    train_in_bfloat16(FINETUNE, [*SMALL_LLAMA, *shlex.split(flags)])
+    assert metrics(base)[-1]["eval/loss"] > 0
+
     folder = tmp_path / "run"
-    flags = shlex.split(
-        f"{LITTLE_MEMORY} --loss_type reward --lora_r 4 --tokenizer byte --max_steps 3 "
-        f"--model_name_or_path {base} --dataset {pairs} --output_dir {folder}"
+    pairs = write_pairs(tmp_path / "pairs.jsonl")
+    flags = (
+        f"--model_name_or_path {base}/model --loss_type reward --lora_r 4 "
+        f"--dataset {pairs} --output_dir {folder}"
     )
-
-    run_forked([*PYTHON, PREFERENCE, *SIX_STEPS, *flags]).assert_ok()
-
+    train_in_bfloat16(PREFERENCE, [*SIX_STEPS, *shlex.split(flags)])
     assert metrics(folder)[-1]["eval/loss"] > 0
+
+
+def train_in_bfloat16(recipe: str, flags: list[str]) -> None:
+    more_flags = [*shlex.split(LITTLE_MEMORY), "--max_steps", "3"]
+    run_forked([*PYTHON, recipe, *flags, *more_flags]).assert_ok()
