@@ -5,10 +5,9 @@ exception"), or wait for each other, so that it does not end. `make launches` tr
 On a quiet machine, every other test that launches a run would notice.
 """
 
-import multiprocessing
 import os
 import shlex
-import time
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,34 +15,22 @@ from pathlib import Path
 import pytest
 
 from tests.forked import run_forked
-from tests.launching import GPT, PYTHON, TINY, accelerate, bound, long_form, read_json, run
+from tests.launching import GPT, PYTHON, TINY, Ended, accelerate, bound, long_form, read_json, run
 
 LAUNCHES = int(os.environ.get("LLMTRAIN_LAUNCHES", "1"))
-
-
-def spin(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        pass
 
 
 @contextmanager
 def busy_machine() -> Iterator[None]:
     """Keep all cores busy."""
-    context = multiprocessing.get_context("spawn")
-    arguments = (60.0 * LAUNCHES,)
-    processes = [
-        context.Process(target=spin, args=arguments, daemon=True)
-        for _ in range(os.cpu_count() or 1)
-    ]
-    for process in processes:
-        process.start()
+    spinning = [*PYTHON, "-c", "while True: pass"]
+    processes = [subprocess.Popen(spinning) for _ in range(os.cpu_count() or 1)]
     try:
         yield
     finally:
         for process in processes:
             process.kill()
-            process.join()
+            process.wait()
 
 
 @long_form
@@ -51,15 +38,13 @@ def busy_machine() -> Iterator[None]:
 def test_finished_runs_end_with_status_0_while_the_machine_is_busy(
     text_file: Path, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
-    launched = 0
     with busy_machine():
         for number in range(LAUNCHES):
             flags = shlex.split(
                 f"--max_steps 3 --dataset {text_file} --output_dir {tmp_path}/{number}"
             )
             run([*accelerate("cpu_ddp"), GPT, *TINY, *flags], timeout=300).assert_ok()
-            launched += 1
-    score(f"launches: with a status that is not 0: {bound(0, launched)}")
+    score(f"launches: with a status that is not 0: {bound(0, LAUNCHES)}")
 
 
 LEAVE_WHILE_GLOO_IS_BUSY = """
@@ -95,7 +80,7 @@ def test_a_model_can_be_freed_while_a_thread_of_gloo_is_busy() -> None:
 CLOSED = "os.close(1); os.close(2); sys.stdout = sys.stderr = None"
 FULL = "sys.stdout = sys.stderr = open('/dev/full', 'w')"
 UNREAD = "reader, pipe = os.pipe(); os.close(reader); sys.stdout = sys.stderr = open(pipe, 'w')"
-AFTER_A_STATEMENT = """
+AFTER_STATEMENTS = """
 import os, signal, sys; sys.path.insert(0, "recipes")
 import gpt
 from llmtrain import launch
@@ -104,23 +89,22 @@ if __name__ == "__main__": launch(gpt.main)
 """
 
 
+def run_after(statements: str, text_file: Path, folder: Path) -> Ended:
+    """Train after some statements, with a run folder and a cache in a folder."""
+    script = folder / "script.py"
+    script.write_text(AFTER_STATEMENTS.format(statements))
+    flags = shlex.split(f"--dataset {text_file} --output_dir {folder}/run")
+    return run_forked(
+        [*PYTHON, str(script), *TINY, *flags], {"LLMTRAIN_CACHE": str(folder / "cache")}
+    )
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is full")
-@pytest.mark.parametrize(
-    "statement",
-    [
-        pytest.param(CLOSED, id="closed"),
-        pytest.param(FULL, id="full"),
-        pytest.param(UNREAD, id="unread"),
-    ],
-)
+@pytest.mark.parametrize("statement", [CLOSED, FULL, UNREAD], ids=["closed", "full", "unread"])
 def test_a_run_whose_output_cannot_be_written_is_finished(
     statement: str, text_file: Path, tmp_path: Path
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(AFTER_A_STATEMENT.format(statement))
-    flags = f"--dataset {text_file} --output_dir {tmp_path}/run"
-
-    run_forked([*PYTHON, str(script), *TINY, *shlex.split(flags)]).assert_ok()
+    run_after(statement, text_file, tmp_path).assert_ok()
 
     assert read_json(tmp_path / "run" / "status.json")["state"] == "finished"
 
@@ -143,14 +127,7 @@ gpt.{phase} = dropping
 def test_ctrl_c_that_a_destructor_drops_ends_the_start(
     phase: str, text_file: Path, tmp_path: Path
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(AFTER_A_STATEMENT.format(DROPS.format(phase=phase)))
-    flags = f"--dataset {text_file} --output_dir {tmp_path}/run"
-
-    ended = run_forked(
-        [*PYTHON, str(script), *TINY, *shlex.split(flags)],
-        env={"LLMTRAIN_CACHE": str(tmp_path / "cache")},
-    )
+    ended = run_after(DROPS.format(phase=phase), text_file, tmp_path)
 
     assert ended.status == 130
     assert ended.err.count("Traceback") == ended.err.count("Exception ignored") == 1

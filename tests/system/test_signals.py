@@ -3,16 +3,17 @@
 `make torture` tries many moments.
 """
 
+import itertools
 import json
 import os
 import random
 import re
 import shlex
 import signal
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 
@@ -45,36 +46,24 @@ OPEN = ["evaluation", "training", "step", "saving", "export", "sample"]
 AFTER = ["leaving", "showing"]
 
 
-class Phase(NamedTuple):
-    """A phase of the undisturbed run: how often such a phase had begun, and its length."""
-
-    name: str
-    count: int
-    seconds: float
-
-
-def phases_of(marks: Path) -> list[Phase]:
-    """Return the phases that the recipe has noted in a file."""
+def lengths_of_phases(marks: Path) -> dict[str, list[float]]:
+    """Return for how many seconds each phase lasted that the recipe has noted, each time."""
     lines = [line.split() for line in marks.read_text().splitlines()]
-    times = [float(time) for _, time in lines]
-    begun: Counter[str] = Counter()
-    phases = []
-    for i in range(len(lines) - 1):
-        name = lines[i][0]
-        begun[name] += 1
-        phases.append(Phase(name, begun[name], times[i + 1] - times[i]))
-    return phases
+    lengths = defaultdict(list)
+    for (name, start), (_, end) in itertools.pairwise(lines):
+        lengths[name].append(float(end) - float(start))
+    return dict(lengths)
 
 
-def drawn(phases: list[Phase], draw: random.Random, processes: int) -> dict[str, object]:
+def drawn(lengths: dict[str, list[float]], draw: random.Random, processes: int) -> dict[str, Any]:
     """Draw a moment. Every kind of phase is as likely as the others."""
-    kind = draw.choice(sorted({phase.name for phase in phases}))
-    phase = draw.choice([phase for phase in phases if phase.name == kind])
+    phase = draw.choice(sorted(lengths))
+    count = draw.randrange(len(lengths[phase]))
     return {
         "rank": draw.randrange(processes),
-        "phase": phase.name,
-        "count": phase.count,
-        "seconds": draw.uniform(0, phase.seconds),
+        "phase": phase,
+        "count": count + 1,
+        "seconds": draw.uniform(0, lengths[phase][count]),
         "signal": draw.choice([signal.SIGHUP, signal.SIGINT]),
         "to_launcher": processes > 1 and draw.random() < 0.5,
     }
@@ -139,13 +128,13 @@ def test_a_run_that_is_signalled_at_any_moment_ends_with_the_same_bits(
     # A moment that never comes: the marks of this run have the times of a real process.
     start_run(tmp_path / "whole", {"phase": "", "count": 0}).assert_ok()
     expected = tensors_digest(tmp_path / f"whole/checkpoints/step-{MAX_STEPS:08d}")
-    phases = phases_of(tmp_path / "whole-marks")
-    assert {phase.name for phase in phases} == {*BEFORE, *OPEN, *AFTER} - {AFTER[-1]}
+    lengths = lengths_of_phases(tmp_path / "whole-marks")
+    assert lengths.keys() == {*BEFORE, *OPEN, *AFTER} - {AFTER[-1]}
 
     states: Counter[str] = Counter()
     signalled: Counter[str] = Counter()
     for number in range(MOMENTS):
-        moment = drawn(phases, draw, processes)
+        moment = drawn(lengths, draw, processes)
         folder = tmp_path / str(number)
         ended = start_run(folder, moment)
         state = assert_ended(ended, folder, moment, has_launcher=processes > 1)

@@ -59,39 +59,26 @@ def on_one_process(text_file: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-def assert_same_run(folder: Path, reference: Path) -> None:
-    for key in ("train/loss", "train/grad_norm", "eval/loss"):
-        assert series(folder, key) == pytest.approx(series(reference, key), rel=1e-5)
-    assert series(folder, "tokens") == series(reference, "tokens")
-
-
+@pytest.mark.parametrize("config", ["multi_node", pytest.param("hsdp", marks=long_form)])
 def test_two_machines_make_the_run_of_one_process(
-    machines: list[str], text_file: Path, on_one_process: Path, tmp_path: Path
+    config: str, machines: list[str], text_file: Path, on_one_process: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
 
-    first, second = wait_for_all(start_on(machines, flags_of(text_file, folder)))
+    first, second = wait_for_all(start_on(machines, flags_of(text_file, folder), config))
 
     output = first.assert_ok().out + second.assert_ok().out
-    assert output.count("2 processes on cpu over gloo") == 1
-    assert read_json(folder / "run.json")["processes"] == 2
-    assert_same_run(folder, on_one_process)
-
-
-@long_form
-def test_a_model_that_is_sharded_within_each_machine_makes_the_same_run(
-    machines: list[str], text_file: Path, on_one_process: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-
-    first, second = wait_for_all(start_on(machines, flags_of(text_file, folder), config="hsdp"))
-
-    output = first.assert_ok().out + second.assert_ok().out
-    assert "FSDP2 over 2 x 2 processes" in output
     [start] = read_json(folder / "run.json")["starts"]
-    assert start["sharded"] == "2x2"
-    assert_same_run(folder, on_one_process)
-    assert len([*(folder / "model").glob("*.safetensors")]) == 4
+    files = len([*(folder / "model").glob("*.safetensors")])
+    if config == "hsdp":  # sharded within each machine
+        assert output.count("FSDP2 over 2 x 2 processes") == 1
+        assert (start["processes"], start["sharded"], files) == (4, "2x2", 4)
+    else:
+        assert output.count("2 processes on cpu over gloo") == 1
+        assert (start["processes"], start["sharded"], files) == (2, None, 1)
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert series(folder, key) == pytest.approx(series(on_one_process, key), rel=1e-5)
+    assert series(folder, "tokens") == series(on_one_process, "tokens")
 
 
 @long_form
