@@ -3,6 +3,7 @@
 Rank 0 writes a comparison with the usual exchange as JSON.
 """
 
+import copy
 import json
 import sys
 from collections.abc import Iterable
@@ -58,9 +59,9 @@ def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 # --- watched
 
 
-def train(engine: Engine, optimizer: AcceleratedOptimizer) -> torch.Tensor:
-    """Make three steps, and return the weights."""
-    for step in range(3):
+def train(engine: Engine, optimizer: AcceleratedOptimizer, steps: range = range(3)) -> torch.Tensor:
+    """Make some steps, and return the weights."""
+    for step in steps:
         train_step(engine, optimizer, batches_of(engine, step), max_grad_norm=1.0)
     return flatten(engine.model.parameters())
 
@@ -142,11 +143,32 @@ def reductions_without_no_sync(accelerator: Accelerator) -> list[int]:
         return reductions(accelerator)
 
 
+# --- restarted
+
+
+def has_same_bits_if_restarted(accelerator: Accelerator, rebuilds_buckets: bool) -> bool:
+    """Return whether a restart between two times three steps changes no bit of the weights."""
+    engine, optimizer = new_engine(accelerator)
+    train(engine, optimizer)
+    model_state = copy.deepcopy(engine.unwrapped.state_dict())
+    optimizer_state = copy.deepcopy(optimizer.state_dict())
+    weights = train(engine, optimizer, range(3, 6))
+
+    resumed, resumed_optimizer = new_engine(accelerator)
+    resumed.unwrapped.load_state_dict(model_state)
+    resumed_optimizer.load_state_dict(optimizer_state)
+    if rebuilds_buckets:
+        resumed.rebuild_buckets(batches_of(resumed, step=3)[0])
+    return torch.equal(train(resumed, resumed_optimizer, range(3, 6)), weights)
+
+
 def main() -> None:
     accelerator = start_accelerator()
     float32_bytes = sent_bytes_of_step(accelerator)
     comparison: dict[str, Any] = {
         "has_same_bits_if_watched": has_same_bits_if_watched(accelerator),
+        "has_same_bits_if_restarted": has_same_bits_if_restarted(accelerator, True),
+        "has_same_bits_without_rebuilding": has_same_bits_if_restarted(accelerator, False),
         "reductions": reductions(accelerator),
         "reductions_without_no_sync": reductions_without_no_sync(accelerator),
     }
