@@ -6,7 +6,7 @@ BASES has the models that are fine-tuned. See `Case` for the names of cases.
 
 import itertools
 import json
-import operator
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,16 +55,7 @@ LENGTH = 24
 # lfm2, most gradients begin as zero, so that their signs are noise; in phi3 and qwen3, ten steps in
 # another order differ by 1e-4 of the norm; and in a mixture of experts, rounding may send a token
 # to another expert.
-LOW_RATE_MODELS = {
-    "base",
-    "base_of_experts",
-    "gpt2base",
-    "lfm2",
-    "mixtral",
-    "phi3",
-    "qwen3",
-    "tied",
-}
+LOW_RATE_MODELS = shlex.split("base base_of_experts gpt2base lfm2 mixtral phi3 qwen3 tied")
 
 
 @dataclass(frozen=True)
@@ -81,6 +72,7 @@ class Case:
     Those of other models are:
         each: synchronise the gradients in each micro-batch.
         muon: train with Muon.
+        packed: each row has two documents.
     """
 
     name: str
@@ -137,9 +129,10 @@ def build_model(case: Case, accelerator: Accelerator, bases: Path) -> ModelBundl
     if "grown" in case.options:
         tokenizer.add_tokens(["<|one|>", "<|two|>"], special_tokens=True)
         new_tokens = [257, 258]
-    rows = rows_of(tokenizer, new_tokens=new_tokens)
+    is_packed = "packed" in case.options
+    rows = rows_of(tokenizer, packed=is_packed, new_tokens=new_tokens)
 
-    if case.options:
+    if case.options and not is_packed:
         config = ModelConfig(
             model_name_or_path=str(bases / case.model),
             gradient_checkpointing="again" in case.options,
@@ -147,8 +140,12 @@ def build_model(case: Case, accelerator: Accelerator, bases: Path) -> ModelBundl
         )
     else:
         config = ModelConfig(from_config=case.model, config_overrides=OVERRIDES, max_length=LENGTH)
-    bundle = load_model(config, case.lora, rows, 3, accelerator.mixed_precision)
-    return place(accelerator, bundle)
+    bundle = place(accelerator, load_model(config, case.lora, rows, 3, accelerator.mixed_precision))
+    # The random numbers of these modules depend on the layout.
+    for module in bundle.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return bundle
 
 
 def build_own_model(case: Case, accelerator: Accelerator) -> ModelBundle:
@@ -166,17 +163,20 @@ def build_own_model(case: Case, accelerator: Accelerator) -> ModelBundle:
     return place(accelerator, gpt.bundle(byte_tokenizer(), trained_on="nothing", seed=3))
 
 
-def micro_batches_of(engine: Engine, step: int, count: int) -> list[Batch]:
+def micro_batches_of(engine: Engine, case: Case, step: int) -> list[Batch]:
     """Return this rank's micro-batches of a global batch. Its rows have different numbers of targets."""
     generator = torch.Generator().manual_seed(step)
     token_ids = torch.randint(1, 250, (ROWS, LENGTH), generator=generator)
     target_shares = torch.linspace(0.1, 0.9, ROWS)[:, None]
     is_target = torch.rand(ROWS, LENGTH, generator=generator) < target_shares
     batch = {"input_ids": token_ids, "labels": torch.where(is_target, token_ids, IGNORED)}
+    if "packed" in case.options:
+        positions = torch.cat([torch.arange(10), torch.arange(LENGTH - 10)])
+        batch["position_ids"] = positions.expand(ROWS, -1)
 
     rows_per_rank = ROWS // engine.ranks.world_size
     batch_of_rank = split(batch, rows_per_rank)[engine.ranks.rank]
-    return split(batch_of_rank, rows_per_rank // count)
+    return split(batch_of_rank, rows_per_rank // case.micro_batches)
 
 
 # --- counts
@@ -197,6 +197,9 @@ class ReduceScatterCounter:
         return function(*args, **kwargs)
 
 
+REDUCE_SCATTERS = ReduceScatterCounter()
+
+
 def parameters_of(optimizer: Any) -> list[torch.nn.Parameter]:
     groups = [group["params"] for group in optimizer.param_groups]
     return list(itertools.chain.from_iterable(groups))
@@ -212,27 +215,17 @@ def has_tied_embeddings(model: HasEmbeddings) -> bool:
 
 
 def train(
-    case: Case,
-    accelerator: Accelerator,
-    bases: Path,
-    folder: Path,
-    steps: int,
-    reduce_scatters: ReduceScatterCounter,
-) -> dict[str, Any]:
-    """Train and write the model of a case, and return the results of each step."""
-    bundle = build_model(case, accelerator, bases)
+    case: Case, accelerator: Accelerator, bundle: ModelBundle, steps: int
+) -> tuple[Engine, dict[str, Any]]:
+    """Train the model of a case, and return its engine and the results of each step."""
     model = bundle.model
-
     optimizer = make_optimizer(accelerator, model, case.optim)
     parameters = parameters_of(optimizer)
     prepared, optimizer = accelerator.prepare(model, optimizer)
-    parameters_after = parameters_of(optimizer)
-    are_same = len(parameters) == len(parameters_after) and all(
-        map(operator.is_, parameters, parameters_after)
-    )
-    are_same_on_all_ranks = bool(accelerator.gather(torch.tensor([are_same])).all())
-    local_bytes, total_bytes = parameter_bytes(model)
+    prepared_parameters = parameters_of(optimizer)
+    assert [*map(id, prepared_parameters)] == [*map(id, parameters)], "the optimizer has others"
 
+    local_bytes, total_bytes = parameter_bytes(model)
     engine = engine_for(
         Ranks(accelerator),
         prepared,
@@ -240,49 +233,32 @@ def train(
         config=ParallelConfig(sync_each_batch="each" in case.options),
         accumulation=case.micro_batches,
     )
-
-    losses = []
-    grad_norms = []
-    gradient_syncs = []
-    reduce_scatters_by_step = []
+    results: dict[str, Any] = {
+        "losses": [],
+        "grad_norms": [],
+        "gradient_syncs": [],
+        "reduce_scatters": [],
+        "units": len(parameter_groups(model)),
+        "local_share": local_bytes / total_bytes,
+        "is_tied": isinstance(model, HasEmbeddings) and has_tied_embeddings(model),
+    }
     syncs = GradientSyncs(prepared)
     step_info: Any = None  # GradientSyncs does not read it
     with syncs.context():
         for step in range(steps):
             syncs.on_step_begin(step_info)
-            reduce_scatters.count = 0
-            batches = micro_batches_of(engine, step, case.micro_batches)
+            REDUCE_SCATTERS.count = 0
+            batches = micro_batches_of(engine, case, step)
             result = train_step(engine, optimizer, batches, max_grad_norm=1.0)
 
             loss_sums = engine.ranks.gather_rows(result.sums.loss[None])
-            losses.append(float(loss_sums.sum() / result.denominator))
-            grad_norms.append(result.grad_norm)
-            gradient_syncs.append(syncs.count)
-            reduce_scatters_by_step.append(reduce_scatters.count)
+            results["losses"].append(float(loss_sums.sum() / result.denominator))
+            results["grad_norms"].append(result.grad_norm)
+            results["gradient_syncs"].append(syncs.count)
+            results["reduce_scatters"].append(REDUCE_SCATTERS.count)
     check_replicas(Ranks(accelerator), prepared)
-
-    write_models(engine, bundle.files, case, folder)
-    results = {
-        "losses": losses,
-        "grad_norms": grad_norms,
-        "gradient_syncs": gradient_syncs,
-        "reduce_scatters": reduce_scatters_by_step,
-        "units": len(parameter_groups(model)),
-        "has_same_parameters": are_same_on_all_ranks,
-        "local_bytes": local_bytes,
-        "total_bytes": total_bytes,
-        "is_tied": isinstance(model, HasEmbeddings) and has_tied_embeddings(model),
-    }
     accelerator.free_memory()
-    return results
-
-
-def write_models(engine: Engine, files: ModelFormat, case: Case, folder: Path) -> None:
-    target = folder / case.folder_name
-    write(engine, files, target)
-    if case.name == "mixtral/1":
-        in_bfloat16 = target.with_name(f"{target.name}-bfloat16")
-        write(engine, files.finished("bfloat16"), in_bfloat16)
+    return engine, results
 
 
 def write(engine: Engine, files: ModelFormat, folder: Path) -> None:
@@ -302,21 +278,19 @@ def write(engine: Engine, files: ModelFormat, folder: Path) -> None:
 
 
 def main() -> None:
-    bases, folder, steps, *case_names = sys.argv[1:]
+    bases, folder, steps, *names = sys.argv[1:]
     accelerator = start_accelerator()
     Path(folder).mkdir(exist_ok=True)
-    reduce_scatters = ReduceScatterCounter()
 
     results = {}
-    for name in case_names:
-        results[name] = train(
-            Case.parse(name),
-            accelerator,
-            bases=Path(bases),
-            folder=Path(folder),
-            steps=int(steps),
-            reduce_scatters=reduce_scatters,
-        )
+    for name in names:
+        case = Case.parse(name)
+        bundle = build_model(case, accelerator, Path(bases))
+        engine, results[name] = train(case, accelerator, bundle, int(steps))
+        write(engine, bundle.files, Path(folder, case.folder_name))
+        if name == "mixtral/1":
+            in_bfloat16 = Path(folder, f"{case.folder_name}-bfloat16")
+            write(engine, bundle.files.finished("bfloat16"), in_bfloat16)
 
     if accelerator.is_main_process:
         Path(folder, "results.json").write_text(json.dumps(results))

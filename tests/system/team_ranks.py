@@ -1,16 +1,15 @@
-"""Started by test_sharding.py on two ranks, which write checkpoints together.
+"""Started by test_sharding.py on two ranks: write checkpoints together, and check them on each rank.
 
-`team_ranks.py FOLDER` writes FOLDER/rank-0.json and FOLDER/rank-1.json, with the observations of
-each rank.
+`team_ranks.py FOLDER`
 """
 
-import json
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -58,44 +57,39 @@ class Rank:
         saver.save(step, weights, {"optimizer": moments}, {"step": step})
         return saver.folder / f"step-{step:08d}"
 
-    def is_restored(self, path: Path, step: int) -> bool:
-        """Return whether a checkpoint has no fault, and fills this rank's shards as saved."""
+    def assert_restored(self, path: Path, step: int) -> None:
+        """Assert that a checkpoint has no fault, and fills this rank's shards as saved."""
         expected = sharded_tensors(self.mesh, step)
         for part in ("model", "optimizer"):
             tensors = sharded_tensors(self.mesh, 0.0)
             fill(tensors, read_tensors(path / part))
             for name, tensor in tensors.items():
-                if not torch.equal(local_shard(tensor), local_shard(expected[name])):
-                    return False
-        return checkpoint.find_fault(path) is None
+                assert torch.equal(local_shard(tensor), local_shard(expected[name])), name
+        assert checkpoint.find_fault(path) is None
 
     def tensor_files(self, name: str) -> list[str]:
         paths = (self.folder / name).rglob("*.safetensors")
         return sorted(str(path.relative_to(self.folder / name)) for path in paths)
 
-    def observe_saves(self) -> dict[str, Any]:
-        saver = self.saver("checkpoints")
-        path = self.save(saver, 1)
-        observations: dict[str, Any] = {
-            "is restored": self.is_restored(path, 1),
-            "files": self.tensor_files("checkpoints"),
-        }
+    def check_that_each_rank_writes_its_shards(self) -> None:
+        path = self.save(self.saver("checkpoints"), 1)
+        self.assert_restored(path, 1)
+        assert self.tensor_files("checkpoints") == [
+            "step-00000001/model/model-00001-of-00002.safetensors",
+            "step-00000001/model/model-00002-of-00002.safetensors",
+            "step-00000001/optimizer/state-00001-of-00002.safetensors",
+            "step-00000001/optimizer/state-00002-of-00002.safetensors",
+        ]
 
-        background_saver = self.saver("checkpoints", in_background=True)
-        path = self.save(background_saver, 2)
-        background_saver.wait()
+    def check_save_in_the_background(self) -> None:
+        saver = self.saver("checkpoints", in_background=True)
+        path = self.save(saver, 2)
+        saver.wait()
         dist.barrier()  # the main process moves the checkpoint to its place
-        observations["is restored after a save in the background"] = self.is_restored(path, 2)
+        self.assert_restored(path, 2)
 
-        observations["error of a full disk"] = self.error_of_a_full_disk(saver)
-        dist.barrier()  # the main process removes the incomplete checkpoint
-        folders = (self.folder / "checkpoints").iterdir()
-        observations["checkpoints after a full disk"] = sorted(path.name for path in folders)
-        dist.barrier()
-        return observations
-
-    def error_of_a_full_disk(self, saver: Saver) -> str:
-        """Save while the disk of rank 1 is full, and return the error that this rank gets."""
+    def check_full_disk_of_rank_1(self) -> None:
+        """The error comes on both ranks, and the checkpoints of before stay."""
         write_hashed: Any = tensor_files.write_hashed
 
         def fail_on_rank_1(path: Path, pieces: Iterator[Any]) -> Any:
@@ -104,50 +98,50 @@ class Rank:
                 raise OSError(28, "No space left on device", str(path))
             return write_hashed(path, pieces)
 
+        saver = self.saver("checkpoints")
         tensor_files.write_hashed = fail_on_rank_1
-        try:
+        with pytest.raises(UserError, match=r"No space left on device.*older .* are untouched"):
             self.save(saver, 3)
-        except UserError as error:
-            return str(error)
-        finally:
-            tensor_files.write_hashed = write_hashed
-        return "no error"
+        tensor_files.write_hashed = write_hashed
+        dist.barrier()  # the main process removes the incomplete checkpoint
+        folders = (self.folder / "checkpoints").iterdir()
+        assert sorted(path.name for path in folders) == ["step-00000001", "step-00000002"]
+        dist.barrier()
 
-    def observe_single_writer(self) -> dict[str, Any]:
-        """Save while only rank 0 sees the folder."""
+    def check_that_a_rank_without_the_folder_sends_its_shards(self) -> None:
         saver = self.saver("one-disk", can_write=self.rank == 0)
         path = self.save(saver, 4)
-        return {
-            "is restored from one disk": self.is_restored(path, 4),
-            "files on one disk": self.tensor_files("one-disk"),
-        }
+        self.assert_restored(path, 4)
+        assert self.tensor_files("one-disk") == [
+            "step-00000004/model/model.safetensors",
+            "step-00000004/optimizer/state.safetensors",
+        ]
 
-    def observe_bug_on_rank_1(self) -> dict[str, str]:
-        """Return the error that this rank gets, and the innermost function of its traceback."""
+    def check_bug_on_rank_1(self) -> None:
+        """Both ranks end, and rank 1 keeps its traceback."""
 
         def fail_on_rank_1() -> None:
             if self.rank == 1:
                 raise ValueError("bad number")
 
-        try:
+        with pytest.raises(Exception, match="bad number") as raised:
             Team.everyone().on_all(fail_on_rank_1)
-        except Exception as error:
-            innermost = traceback.extract_tb(error.__traceback__)[-1]
-            message = f"{type(error).__name__}: {error}"
-            return {"error of a bug": message, "raised in": innermost.name}
-        return {"error of a bug": "no error"}
+        if self.rank == 1:
+            assert raised.type is ValueError
+            assert traceback.extract_tb(raised.value.__traceback__)[-1].name == "fail_on_rank_1"
+        else:
+            assert raised.typename == "FailedElsewhereError"
+            assert str(raised.value).startswith("rank 1 has failed: ValueError: bad number")
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    folder = Path(sys.argv[1])
-    rank = Rank(folder)
-    observations = {
-        **rank.observe_saves(),
-        **rank.observe_single_writer(),
-        **rank.observe_bug_on_rank_1(),
-    }
-    (folder / f"rank-{rank.rank}.json").write_text(json.dumps(observations))
+    rank = Rank(Path(sys.argv[1]))
+    rank.check_that_each_rank_writes_its_shards()
+    rank.check_save_in_the_background()
+    rank.check_full_disk_of_rank_1()
+    rank.check_that_a_rank_without_the_folder_sends_its_shards()
+    rank.check_bug_on_rank_1()
 
 
 if __name__ == "__main__":
