@@ -1,7 +1,6 @@
 """Runs that are killed at random times, again and again, end with the same bits and rows."""
 
 import os
-import random
 import shlex
 import signal
 import subprocess
@@ -9,7 +8,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from random import Random
+from typing import Any
 
 import psutil
 import pytest
@@ -48,23 +48,13 @@ FSDP2 = accelerate("fsdp2", "--mixed_precision", "no")
 # A bitwise run has the bits of one process in any layout, so each start has another layout.
 BITWISE_LAUNCHERS = [DDP, DDP, DDP, torchrun(4), DDP, PYTHON]
 
-Random = random.Random
-Wait = Callable[[subprocess.Popen, Path, Random], None]
 
-
-class End(NamedTuple):
-    """The results of a finished run that must not depend on interruptions."""
-
-    digest: str  # of the weights and the optimizer
-    rows: str
-    eval_losses: dict[int, float]
-
-
-def end_of(folder: Path) -> End:
-    return End(
-        digest=tensors_digest(folder / "checkpoints" / f"step-{MAX_STEPS:08d}"),
-        rows=(folder / "rows.jsonl").read_text(),
-        eval_losses=series(folder, "eval/loss"),
+def end_of(folder: Path) -> tuple[str, str, dict[int, float]]:
+    """Return the tensors, rows and eval losses of a finished run. No interruption may change them."""
+    return (
+        tensors_digest(folder / "checkpoints" / f"step-{MAX_STEPS:08d}"),
+        (folder / "rows.jsonl").read_text(),
+        series(folder, "eval/loss"),
     )
 
 
@@ -111,180 +101,145 @@ def kill(process: subprocess.Popen, draw: Random) -> str:
         The name of the victim.
     """
     descendants = psutil.Process(process.pid).children(recursive=True)
-    ranks = ranks_of(process.pid)
-    rank_names = [f"rank {i}" for i in range(len(ranks))]
-    victim = draw.choice(["all", "the launcher", *rank_names])
-    if victim == "all":
+    victims: dict[str, Any] = {"the launcher": process}
+    for rank, rank_process in enumerate(ranks_of(process.pid)):
+        victims[f"rank {rank}"] = rank_process
+    name = draw.choice(["all", *victims])
+    if name == "all":
         stop_group(process)
-    elif victim == "the launcher":
-        process.kill()
     else:
-        ranks[rank_names.index(victim)].kill()
+        victims[name].kill()
 
     try:
         process.wait(timeout=90)
         _, alive = psutil.wait_procs(descendants, timeout=60)
-        assert not alive, f"{alive} outlived the kill of {victim}"
+        assert not alive, f"{alive} outlived the kill of {name}"
     finally:
         stop_group(process)
         process.communicate()
-    return victim
+    return name
 
 
 # --- the campaign
 
 
-class Campaign:
-    """Starts and kills runs, until there are enough kills and the last run has finished.
+def check_checkpoints(folder: Path) -> int:
+    """Assert that all checkpoints are intact, and that the newest one is not too old.
 
-    Attributes:
-        kills: the victim of each kill.
-        kills_while_saving: kills while a checkpoint was being written.
-        repeated_steps: for each start, the steps that the next start has to make again.
+    Returns:
+        How many steps the next start has to make again.
     """
+    faults = {path: find_fault(path) for path in checkpoints(folder / "checkpoints")}
+    assert not any(faults.values()), faults
 
-    def __init__(
-        self,
-        root: Path,
-        flags: list[str],
-        launchers: list[list[str]],
-        wait_for_time: Wait,
-        expected: End,
-    ) -> None:
-        self.root = root
-        self.flags = flags
-        self.launchers = launchers
-        self.wait_for_time = wait_for_time
-        self.expected = expected
-        self.draw = Random(KILLS)
-        self.starts = 0
-        self.kills: list[str] = []
-        self.kills_while_saving = 0
-        self.repeated_steps: list[int] = []
-        self.finished_runs = 0
+    newest = max((int(path.name.removeprefix("step-")) for path in faults), default=0)
+    last_step = metrics(folder)[-1]["step"] if log_entries(folder) else 0
+    assert last_step - newest <= SAVE_STEPS
 
-    def run(self) -> None:
-        while True:
-            folder = self.root / f"run-{self.finished_runs}"
-            self.start_and_kill(folder)
-            self.check_checkpoints(folder)
-            if is_finished(folder):
-                assert end_of(folder) == self.expected
-                self.finished_runs += 1
-                if len(self.kills) == KILLS:
-                    return
-
-    def start_and_kill(self, folder: Path) -> None:
-        """Start or resume a run. Kill it, or let it finish if there have been enough kills."""
-        launcher = self.launchers[self.starts % len(self.launchers)]
-        process = start_process([*launcher, GPT, *self.flags, "--output_dir", str(folder)])
-        self.starts += 1
-        try:
-            if len(self.kills) < KILLS:
-                self.wait_for_time(process, folder, self.draw)
-            else:
-                process.communicate(timeout=200)
-            if process.poll() is None:
-                self.kills_while_saving += is_saving(folder)
-                self.kills.append(kill(process, self.draw))
-        finally:
-            stop_group(process)
-            process.communicate()
-
-    def check_checkpoints(self, folder: Path) -> None:
-        """Assert that all checkpoints are intact, and that the newest one is not too old."""
-        faults = {path: find_fault(path) for path in checkpoints(folder / "checkpoints")}
-        assert not any(faults.values()), faults
-
-        newest = max((int(path.name.removeprefix("step-")) for path in faults), default=0)
-        last_step = metrics(folder)[-1]["step"] if log_entries(folder) else 0
-        self.repeated_steps.append(last_step - newest)
-        assert last_step - newest <= SAVE_STEPS
-
-        if (folder / "status.json").exists():
-            status = read_json(folder / "status.json")
-            is_kept = newest >= status["step"]
-            assert is_kept or status["state"] == "failed", "the status names a lost checkpoint"
+    if (folder / "status.json").exists():
+        status = read_json(folder / "status.json")
+        is_kept = newest >= status["step"]
+        assert is_kept or status["state"] == "failed", "the status names a lost checkpoint"
+    return last_step - newest
 
 
 @pytest.mark.timeout(300 + 60 * KILLS)
 @pytest.mark.parametrize(
-    ("layout", "flags", "launchers", "wait_for_time"),
+    ("flags", "launchers", "wait_for_time"),
     [
-        pytest.param(
-            "bitwise", ["--bitwise"], BITWISE_LAUNCHERS, wait_for_steps_or_ranks, id="bitwise"
-        ),
-        pytest.param("sharded", [], [FSDP2], wait_for_a_save, id="sharded", marks=long_form),
+        pytest.param(["--bitwise"], BITWISE_LAUNCHERS, wait_for_steps_or_ranks, id="bitwise"),
+        pytest.param([], [FSDP2], wait_for_a_save, id="sharded", marks=long_form),
     ],
 )
 def test_killed_runs_end_with_the_same_bits_and_rows(
-    layout: str,
     flags: list[str],
     launchers: list[list[str]],
-    wait_for_time: Wait,
+    wait_for_time: Callable[[subprocess.Popen, Path, Random], None],
     text_file: Path,
     tmp_path: Path,
     score: Callable[[str], None],
 ) -> None:
-    all_flags = [*FLAGS, *flags, "--dataset", str(text_file)]
+    recipe = [GPT, *FLAGS, *flags, "--dataset", str(text_file), "--output_dir"]
     reference = tmp_path / "reference"
-    reference_launcher = FSDP2 if layout == "sharded" else PYTHON
-    command = [*reference_launcher, GPT, *all_flags, "--output_dir", str(reference)]
-    run_forked(command).assert_ok()
+    run_forked([*launchers[-1], *recipe, str(reference)]).assert_ok()
 
-    campaign = Campaign(tmp_path, all_flags, launchers, wait_for_time, end_of(reference))
-    campaign.run()
+    draw = Random(KILLS)
+    starts = 0
+    victims: Counter[str] = Counter()
+    kills_while_saving = 0
+    repeated_steps = []
+    finished_runs = 0
+    is_over = False
+    while not is_over:
+        folder = tmp_path / f"run-{finished_runs}"
+        # Start or resume the run. Let it finish if there have been enough kills.
+        launcher = launchers[starts % len(launchers)]
+        process = start_process([*launcher, *recipe, str(folder)])
+        starts += 1
+        try:
+            if victims.total() < KILLS:
+                wait_for_time(process, folder, draw)
+            else:
+                process.communicate(timeout=200)
+            if process.poll() is None:
+                kills_while_saving += is_saving(folder)
+                victims[kill(process, draw)] += 1
+        finally:
+            stop_group(process)
+            process.communicate()
 
-    victims = ", ".join(f"{n} of {victim}" for victim, n in sorted(Counter(campaign.kills).items()))
-    kills = f"{bound(0, len(campaign.kills))} kills ({victims}) in {campaign.starts} starts"
-    score(
-        f"kills, {layout}: checkpoints lost: {kills}; "
-        f"{campaign.kills_while_saving} while a checkpoint was written"
-    )
-    repeated = max(campaign.repeated_steps)
-    score(f"kills, {layout}: at most {repeated} steps made again, with a save each {SAVE_STEPS}")
-    different_ends = bound(0, campaign.finished_runs)
-    score(f"kills, {layout}: runs that ended with another hash or other rows: {different_ends}")
+        repeated_steps.append(check_checkpoints(folder))
+        if is_finished(folder):
+            assert end_of(folder) == end_of(reference)
+            finished_runs += 1
+            is_over = victims.total() == KILLS
+
+    names = ", ".join(f"{count} of {victim}" for victim, count in sorted(victims.items()))
+    kills = f"{bound(0, victims.total())} kills ({names}) in {starts} starts"
+    score(f"kills: checkpoints lost: {kills}; {kills_while_saving} while a checkpoint was written")
+    score(f"kills: at most {max(repeated_steps)} steps made again, with a save each {SAVE_STEPS}")
+    score(f"kills: runs that ended with another hash or other rows: {bound(0, finished_runs)}")
 
 
 # --- a run that is killed while it makes the rows for others, too
 
 KILLED_MAKER = """
-import importlib, os, runpy, signal, sys, time
+import os, pathlib, runpy, signal, sys, time
+from llmtrain.data import corpus
 
-calls, module, function, when, *sys.argv = sys.argv[1:]
-owner = importlib.import_module(module)
-*names, function = function.split(".")
-for name in names:
-    owner = getattr(owner, name)
-original = getattr(owner, function)
+owner, name, place = {moment}
+original = getattr(owner, name)
 
 def call_and_die(path, *arguments, **options):
     original(path, *arguments, **options)
-    if when not in str(path):
+    if place not in str(path):
         return
-    open(calls, "a").write("killed\\n")
-    while "flock" not in open(calls).read():  # the other run waits for the lock
+    calls = pathlib.Path({calls!r})
+    calls.open("a").write("killed\\n")
+    while "flock" not in calls.read_text():  # the other run waits for the lock
         time.sleep(0.02)
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)
 
-setattr(owner, function, call_and_die)
+setattr(owner, name, call_and_die)
+sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+HALF_OF_THE_ROWS = "corpus, 'write_stream', 'train-0'"
+# A damaged entry is out of the way, and the new one is not there yet.
+NO_ENTRY = "pathlib.Path, 'rename', 'cache/'"
 
 
 @needs_failing_calls
 @pytest.mark.parametrize(
-    ("module", "function", "when"),
+    "moment",
     [
-        pytest.param("llmtrain.data.corpus", "write_stream", "train-0", id="half-of-the-rows"),
-        # A damaged entry is out of the way, and the new one is not there yet.
-        pytest.param("pathlib", "Path.rename", "cache/", id="no-entry", marks=long_form),
+        pytest.param(HALF_OF_THE_ROWS, id="half-of-the-rows"),
+        pytest.param(NO_ENTRY, id="no-entry", marks=long_form),
     ],
 )
 def test_a_run_whose_rows_another_one_made_half_ends_with_the_same_bits(
-    module: str, function: str, when: str, text_file: Path, tmp_path: Path
+    moment: str, text_file: Path, tmp_path: Path
 ) -> None:
     flags = [*TINY, "--dataset", str(text_file), "--output_dir"]
     alone = tmp_path / "alone"
@@ -293,28 +248,15 @@ def test_a_run_whose_rows_another_one_made_half_ends_with_the_same_bits(
 
     cache = tmp_path / "cache"
     env = {"LLMTRAIN_CACHE": str(cache)}
-    if function == "Path.rename":
+    if moment == NO_ENTRY:
         run_forked([*command, str(tmp_path / "none"), "--dry_run"], env).assert_ok()
         [rows] = cache.glob("*/train-0.arrow")
         rows.unlink()
     calls = tmp_path / "calls"
     calls.touch()
     script = tmp_path / "maker.py"
-    script.write_text(KILLED_MAKER)
-    maker = start_process(
-        [
-            *PYTHON,
-            str(script),
-            str(calls),
-            module,
-            function,
-            when,
-            GPT,
-            *flags,
-            str(tmp_path / "a"),
-        ],
-        env,
-    )
+    script.write_text(KILLED_MAKER.format(moment=moment, calls=str(calls)))
+    maker = start_process([*PYTHON, str(script), GPT, *flags, str(tmp_path / "a")], env)
     try:
         while "killed" not in calls.read_text():
             assert maker.poll() is None, maker.communicate()
