@@ -12,7 +12,6 @@ import runpy
 import shlex
 import shutil
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -34,33 +33,11 @@ GPT: Main = runpy.run_path(str(ROOT / "recipes" / "gpt.py"))["main"]
 FINETUNE: Main = runpy.run_path(str(ROOT / "recipes" / "finetune.py"))["main"]
 
 # Values that are hard for most flags. None of them stands for a large file.
-NASTY_VALUES = [
-    "",
-    " ",
-    "0",
-    "-1",
-    "1e400",
-    "nan",
-    "inf",
-    "-inf",
-    "None",
-    "true",
-    "[]",
-    "{}",
-    "1,2",
-    "é",
-    "a b",
-    "\x07",
-    "9" * 30,
-    "1" * 5000,
-    "%s%n",
-    "$(reboot)",
-    "--",
-    "-",
-    "/dev/null",
-    "/proc/self/mem",
-    "\N{PILE OF POO}",
-]
+NASTY_VALUES = shlex.split(
+    "'' ' ' 0 -1 1e400 nan inf -inf None true [] {} 1,2 é 'a b' %s%n '$(reboot)' -- - "
+    "/dev/null /proc/self/mem"
+)
+NASTY_VALUES += ["\x07", "9" * 30, "1" * 5000, "\N{PILE OF POO}"]
 
 # All flags but --max_steps, which is no mistake if it is large, and --output_dir, which could name
 # a folder of somebody else.
@@ -84,10 +61,14 @@ FINETUNE_STEP = shlex.split(
     "--tokenizer byte --block_size 32 --max_steps 1 --eval_fraction 0.1 --report_to none "
     "--global_batch_size 4"
 )
-NEW_LLAMA = shlex.split(
-    "--from_config llama --config_overrides "
-    "hidden_size=32,num_hidden_layers=1,intermediate_size=32,num_attention_heads=2"
-)
+LLAMA = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+}
+OVERRIDES = ",".join(f"{name}={value}" for name, value in LLAMA.items())
+NEW_LLAMA = ["--from_config", "llama", "--config_overrides", OVERRIDES]
 
 
 class Attempt(NamedTuple):
@@ -95,13 +76,6 @@ class Attempt(NamedTuple):
 
     main: Main
     argv: list[str]
-
-
-class Outcome(NamedTuple):
-    """How an attempt ended: "success", "one line", "many lines" or "traceback"."""
-
-    kind: str
-    message: str
 
 
 class Fuzz:
@@ -170,16 +144,14 @@ class Fuzz:
 
     def bad_yaml(self) -> Attempt:
         flag = self.flag_of(GPT)
-        value = self.random.choice(
-            [
-                *NASTY_VALUES,
-                "[1, 2]",
-                "{a: 1}",
-                "!!python/object/apply:os.system ['true']",
-                "&a [*a]",
-                "|",
-            ]
-        )
+        yaml_values = [
+            "[1, 2]",
+            "{a: 1}",
+            "!!python/object/apply:os.system ['true']",
+            "&a [*a]",
+            "|",
+        ]
+        value = self.random.choice([*NASTY_VALUES, *yaml_values])
         content = self.random.choice(
             [
                 f"{flag}: {value}\n",
@@ -206,9 +178,8 @@ class Fuzz:
 
     def bad_data(self) -> Attempt:
         main = self.random.choice([GPT, FINETUNE])
-        suffix = self.random.choice(
-            [".txt", ".md", ".jsonl", ".jsonl", ".jsonl", ".parquet", ".csv", ".bin", ""]
-        )
+        suffixes = shlex.split(".txt .md .jsonl .jsonl .jsonl .parquet .csv .bin ''")
+        suffix = self.random.choice(suffixes)
         path = self.folder / f"data-{self.number}{suffix}"
         chance = self.random.random()
         if chance < 0.1:
@@ -276,21 +247,10 @@ class Fuzz:
                 )
                 write(folder / name, content)
 
-        tokenizer = self.random.choice(
-            [
-                str(folder),
-                str(folder),
-                "bpe",
-                "bpe:",
-                "bpe:0",
-                "bpe:-3",
-                "bpe:x",
-                f"bpe:{10**12}",
-                "bpe:1e3",
-                "char:3",
-                "words",
-            ]
+        bad_names = shlex.split(
+            "bpe bpe: bpe:0 bpe:-3 bpe:x bpe:1000000000000 bpe:1e3 char:3 words"
         )
+        tokenizer = self.random.choice([str(folder), str(folder), *bad_names])
         main = self.random.choice([GPT, FINETUNE])
         return Attempt(main, [*self.good_argv(main), "--tokenizer", tokenizer])
 
@@ -299,14 +259,7 @@ class Fuzz:
     def bad_model(self) -> Attempt:
         """Fine-tune a model folder of which one file is damaged."""
         folder = self.folder / f"model-{self.number}"
-        config = AutoConfig.for_model(
-            "llama",
-            vocab_size=300,
-            hidden_size=32,
-            num_hidden_layers=1,
-            intermediate_size=32,
-            num_attention_heads=2,
-        )
+        config = AutoConfig.for_model("llama", vocab_size=300, **LLAMA)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         self.damage_model(folder)
 
@@ -319,20 +272,13 @@ class Fuzz:
         config_file = folder / "config.json"
         weights = folder / "model.safetensors"
         match self.random.randrange(8):
-            case 0:
-                weights.write_bytes(weights.read_bytes()[: self.random.randrange(2000)])
-            case 1:
-                weights.unlink()
-            case 2:
+            case 0 | 1 | 2:
+                self.damage(self.random.choice([config_file, weights]))
+            case 3:
                 config = json.loads(config_file.read_text())
                 key = self.random.choice([*config])
                 config[key] = self.random.choice([None, -1, "x", [], {}, 10**9])
                 config_file.write_text(json.dumps(config))
-            case 3:
-                content = self.random.choice(
-                    ["", "{}", "[]", "{", b"\xff", '{"model_type": "nothing"}']
-                )
-                write(config_file, content)
             case 4:
                 torch.save({"a": torch.zeros(1)}, folder / "pytorch_model.bin")
                 weights.unlink()
@@ -348,6 +294,19 @@ class Fuzz:
                 (folder / "model.safetensors.index.json").write_text(content)
                 weights.unlink()
 
+    def damage(self, path: Path) -> None:
+        content = path.read_bytes()
+        match self.random.randrange(4):
+            case 0:
+                path.unlink()
+            case 1:
+                path.write_bytes(content[: self.random.randrange(1 + len(content))])
+            case 2:
+                contents = ["", "{}", "[]", "{", "null", b"\xff" * 20, '{"model_type": "nothing"}']
+                write(path, self.random.choice(contents))
+            case 3:
+                path.write_bytes(content + b"x")
+
     def damaged_run(self) -> Path:
         """Return a copy of a finished run, of which one file is damaged."""
         finished = self.folder / "finished"
@@ -357,18 +316,7 @@ class Fuzz:
 
         copy = self.folder / f"copy-{self.number}"
         shutil.copytree(finished, copy)
-        files = sorted(path for path in copy.rglob("*") if path.is_file())
-        path = self.random.choice(files)
-        content = path.read_bytes()
-        match self.random.randrange(4):
-            case 0:
-                path.unlink()
-            case 1:
-                path.write_bytes(content[: len(content) // 2])
-            case 2:
-                write(path, self.random.choice(["", "{}", "[]", "null", b"\xff" * 20]))
-            case 3:
-                path.write_bytes(content + b"x")
+        self.damage(self.random.choice(sorted(path for path in copy.rglob("*") if path.is_file())))
         return copy
 
     def saving_argv(self) -> list[str]:
@@ -430,30 +378,30 @@ def reset_accelerate() -> None:
     GradientState._reset_state()
 
 
-def outcome_of(attempt: Attempt) -> Outcome:
+def outcome_of(attempt: Attempt) -> tuple[str, str]:
+    """Return how an attempt ended, and its message.
+
+    It ends in "success", "one line", "many lines" or "traceback".
+    """
     out = io.StringIO()
     err = io.StringIO()
     try:
         with redirect_stdout(out), redirect_stderr(err):
             attempt.main(attempt.argv)
     except UserError as error:
-        return outcome_of_message(str(error))
+        lines = str(error).splitlines()
     except SystemExit as end:
         if "Traceback (most recent call last)" in err.getvalue():
-            return Outcome("traceback", err.getvalue()[-1500:])
+            return "traceback", err.getvalue()[-1500:]
         if end.code in (0, 1, None):
-            return Outcome("success", "")
-        errors = [line for line in err.getvalue().splitlines() if line.startswith("error: ")]
-        kind = "one line" if len(errors) == 1 else "many lines"
-        return Outcome(kind, err.getvalue()[-300:])
+            return "success", ""
+        lines = [line for line in err.getvalue().splitlines() if line.startswith("error: ")]
     except BaseException:
-        return Outcome("traceback", traceback.format_exc()[-1500:])
-    return Outcome("success", "")
-
-
-def outcome_of_message(message: str) -> Outcome:
-    is_one_line = message and "\n" not in message
-    return Outcome("one line" if is_one_line else "many lines", message)
+        return "traceback", traceback.format_exc()[-1500:]
+    else:
+        return "success", ""
+    kind = "one line" if len(lines) == 1 else "many lines"
+    return kind, "\n".join(lines) or err.getvalue()[-300:]
 
 
 def main() -> None:
@@ -468,20 +416,16 @@ def main() -> None:
             kind, attempt = fuzz.attempt()
 
             faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
-            start_time = time.monotonic()
-            outcome = outcome_of(attempt)
-            seconds = time.monotonic() - start_time
+            outcome, message = outcome_of(attempt)
             faulthandler.cancel_dump_traceback_later()
             reset_accelerate()
 
-            temporary_files = folder.rglob(".tmp-*")
             entry = {
                 "kind": kind,
                 "argv": [word[:200] for word in attempt.argv],
-                "outcome": outcome.kind,
-                "message": outcome.message,
-                "temporary_files": [str(path.relative_to(folder)) for path in temporary_files],
-                "seconds": seconds,
+                "outcome": outcome,
+                "message": message,
+                "temporary_files": [*map(str, folder.rglob(".tmp-*"))],
             }
             attempts.write(json.dumps(entry) + "\n")
             attempts.flush()
