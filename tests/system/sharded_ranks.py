@@ -48,7 +48,6 @@ from llmtrain.training.step import train_step
 from tests.engines import split
 from tests.families import OVERRIDES, rows_of
 
-ROWS = 16
 LENGTH = 24
 
 # A large learning rate amplifies rounding. These models need a low one: in fine-tuned models and
@@ -89,6 +88,11 @@ class Case:
     @property
     def folder_name(self) -> str:
         return self.name.replace("/", "-")
+
+    @property
+    def rows(self) -> int:
+        """The size of a global batch."""
+        return 8 if "packed" in self.options else 16
 
     @property
     def optim(self) -> OptimConfig:
@@ -166,15 +170,15 @@ def build_own_model(case: Case, accelerator: Accelerator) -> ModelBundle:
 def micro_batches_of(engine: Engine, case: Case, step: int) -> list[Batch]:
     """Return this rank's micro-batches of a global batch. Its rows have different numbers of targets."""
     generator = torch.Generator().manual_seed(step)
-    token_ids = torch.randint(1, 250, (ROWS, LENGTH), generator=generator)
-    target_shares = torch.linspace(0.1, 0.9, ROWS)[:, None]
-    is_target = torch.rand(ROWS, LENGTH, generator=generator) < target_shares
+    token_ids = torch.randint(1, 250, (case.rows, LENGTH), generator=generator)
+    target_shares = torch.linspace(0.1, 0.9, case.rows)[:, None]
+    is_target = torch.rand(case.rows, LENGTH, generator=generator) < target_shares
     batch = {"input_ids": token_ids, "labels": torch.where(is_target, token_ids, IGNORED)}
     if "packed" in case.options:
         positions = torch.cat([torch.arange(10), torch.arange(LENGTH - 10)])
-        batch["position_ids"] = positions.expand(ROWS, -1)
+        batch["position_ids"] = positions.expand(case.rows, -1)
 
-    rows_per_rank = ROWS // engine.ranks.world_size
+    rows_per_rank = case.rows // engine.ranks.world_size
     batch_of_rank = split(batch, rows_per_rank)[engine.ranks.rank]
     return split(batch_of_rank, rows_per_rank // case.micro_batches)
 
