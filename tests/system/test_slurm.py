@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,8 +67,9 @@ class Cluster:
         slurmd: the daemon of each node.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, text_file: Path) -> None:
         self.folder = folder
+        self.text_file = text_file
         self.slurmd: dict[str, subprocess.Popen] = {}
         self.environment = {
             **os.environ,
@@ -204,45 +205,39 @@ class Cluster:
                 process.kill()
 
     def submit(
-        self, folder: Path, options: str, flags: Sequence[str] = (), setup: str = ""
+        self,
+        folder: Path,
+        options: str,
+        *,
+        setup: str = "",
+        steps: int = 60,
+        save_steps: int = 1000,
+        pause: str = "0.3",
     ) -> "Job":
-        """Submit the batch script from a folder. The recipe is faulty_gpt.py, which pauses after each step.
+        """Submit the batch script from a folder. The recipe is faulty_gpt.py.
 
         Args:
             folder: the folder in which the job runs.
             options: options of sbatch.
-            flags: flags of the recipe.
             setup: shell commands for the place at which users set up their environment.
+            steps: the value of ``--max_steps``.
+            save_steps: the value of ``--save_steps``.
+            pause: seconds that the run waits after each step.
         """
         folder.mkdir(exist_ok=True)
         for name in ("recipes", "accelerate_configs", "tests"):
             (folder / name).symlink_to(ROOT / name)
+        (folder / "pause").write_text(pause)
         text = SCRIPT.read_text()
         text = text.replace("RECIPE=recipes/gpt.py", "RECIPE=tests/system/faulty_gpt.py")
         text = text.replace("# module load cuda", setup)
         script = folder / SCRIPT.name
         script.write_text(text)
 
+        flags = [*TINY, "--max_steps", str(steps), "--save_steps", str(save_steps)]
+        flags += ["--dataset", str(self.text_file)]
         command = ["sbatch", "--parsable", *options.split(), str(script), *flags]
         return Job(cluster=self, folder=folder, id=self.call(*command, cwd=folder).strip())
-
-    def submit_run(
-        self,
-        folder: Path,
-        text_file: Path,
-        options: str,
-        *,
-        steps: int = 60,
-        save_steps: int = 1000,
-        pause: str = "0.3",
-    ) -> "Job":
-        """Submit a small run that waits for some seconds after each step."""
-        flags = (
-            f"--logging_steps 1 --max_steps {steps} --save_steps {save_steps} --dataset {text_file}"
-        )
-        job = self.submit(folder, options, [*TINY, *flags.split()])
-        job.pause(pause)
-        return job
 
 
 @dataclass
@@ -321,14 +316,14 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     for daemon in ("munged", "slurmctld", "slurmd"):
         if shutil.which(daemon, path=PATH) is None:
             pytest.skip(f"a real Slurm needs {daemon}: apt-get install slurm-wlm munge")
     if os.geteuid() != 0:
         pytest.skip("a real Slurm must be started as root")
 
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), text_file)
     try:
         try:
             cluster.start()
@@ -340,18 +335,11 @@ def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluste
         cluster.end()
 
 
-@pytest.fixture
-def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
-    """Return the running cluster. At the end of the test, its jobs are cancelled."""
-    yield running_cluster
-    running_cluster.cancel_all()
-
-
 @long_form
 def test_a_run_resumes_after_usr1_and_after_the_death_of_a_node(
-    cluster: Cluster, text_file: Path, tmp_path: Path
+    cluster: Cluster, tmp_path: Path
 ) -> None:
-    job = cluster.submit_run(tmp_path, text_file, "--nodes=2", steps=100, save_steps=2)
+    job = cluster.submit(tmp_path, "--nodes=2", steps=100, save_steps=2)
 
     # Like --signal=B:USR1@120, this sends the signal to the script only.
     job.wait_for_steps(3)
@@ -388,13 +376,13 @@ def test_a_run_resumes_after_usr1_and_after_the_death_of_a_node(
 
 @long_form
 def test_a_job_that_reaches_its_time_limit_is_requeued_if_it_has_made_progress(
-    cluster: Cluster, text_file: Path, tmp_path: Path
+    cluster: Cluster, tmp_path: Path
 ) -> None:
     """One makes steps until it has to save, one hangs after a checkpoint, one never makes a step."""
 
     def submit(name: str, **settings: object) -> Job:
         options = "--nodes=1 --time=30 --signal=B:USR1@15"
-        return cluster.submit_run(tmp_path / name, text_file, options, steps=5000, **settings)
+        return cluster.submit(tmp_path / name, options, steps=5000, **settings)
 
     saves = submit("saves")
     hangs = submit("hangs", save_steps=1)
@@ -424,9 +412,9 @@ def test_a_job_that_reaches_its_time_limit_is_requeued_if_it_has_made_progress(
 
 @long_form
 def test_two_tasks_on_a_node_are_two_processes_and_scancel_saves_and_ends_the_job(
-    cluster: Cluster, text_file: Path, tmp_path: Path
+    cluster: Cluster, tmp_path: Path
 ) -> None:
-    job = cluster.submit_run(tmp_path, text_file, "--nodes=1 --ntasks-per-node=2")
+    job = cluster.submit(tmp_path, "--nodes=1 --ntasks-per-node=2")
     job.wait_for_steps(3)
     cluster.call("scancel", job.id)
     job.wait_for_state("CANCELLED")
