@@ -118,25 +118,28 @@ class Fuzz:
         return [*TINY, *ONE_STEP, *data]
 
     def flag_of(self, main: Main) -> str:
-        return self.random.choice(FINETUNE_FLAGS if main is FINETUNE else GPT_FLAGS)
+        return self.pick(*FINETUNE_FLAGS if main is FINETUNE else GPT_FLAGS)
+
+    def pick(self, *values: Any) -> Any:
+        return self.random.choice(values)
 
     def nasty_value(self) -> str:
-        return self.random.choice(NASTY_VALUES)
+        return self.pick(*NASTY_VALUES)
 
     # --- command lines and files of settings
 
     def bad_value(self) -> Attempt:
         """Pass a value that the flag does not take."""
-        main = self.random.choice([GPT, GPT, FINETUNE])
+        main = self.pick(GPT, GPT, FINETUNE)
         flag = self.flag_of(main)
         return Attempt(main, [*self.good_argv(main), f"--{flag}", self.nasty_value()])
 
     def bad_words(self) -> Attempt:
         """Pass abbreviations, words that are no flags, or flags without a value."""
-        main = self.random.choice([GPT, FINETUNE])
+        main = self.pick(GPT, FINETUNE)
         flag = self.flag_of(main)
-        words = self.random.choice(
-            [[f"--{flag[:-1]}", "1"], [flag, "1"], [f"--{flag}"], [f"-{flag}"], [f"--{flag}="]]
+        words = self.pick(
+            [f"--{flag[:-1]}", "1"], [flag, "1"], [f"--{flag}"], [f"-{flag}"], [f"--{flag}="]
         )
         if self.random.random() < 0.5:
             words = [*words, self.nasty_value()]
@@ -144,42 +147,34 @@ class Fuzz:
 
     def bad_yaml(self) -> Attempt:
         flag = self.flag_of(GPT)
-        yaml_values = [
-            "[1, 2]",
-            "{a: 1}",
-            "!!python/object/apply:os.system ['true']",
-            "&a [*a]",
-            "|",
-        ]
-        value = self.random.choice([*NASTY_VALUES, *yaml_values])
-        content = self.random.choice(
-            [
-                f"{flag}: {value}\n",
-                f"{flag}: {value}\n{flag}: 1\n",
-                f"- {flag}\n",
-                f"{flag}:\n  - {{\n",
-                f"\t{flag}: 1\n",
-                f"{flag[:-1]}: 1\n",
-                "",
-                "a: &a [*b]\n",
-                "1: 2\n",
-                "null: null\n",
-                self.random.randbytes(50),
-            ]
+        call = "!!python/object/apply:os.system ['true']"
+        value = self.pick(*NASTY_VALUES, "[1, 2]", "{a: 1}", call, "&a [*a]", "|")
+        content = self.pick(
+            f"{flag}: {value}\n",
+            f"{flag}: {value}\n{flag}: 1\n",
+            f"- {flag}\n",
+            f"{flag}:\n  - {{\n",
+            f"\t{flag}: 1\n",
+            f"{flag[:-1]}: 1\n",
+            "",
+            "a: &a [*b]\n",
+            "1: 2\n",
+            "null: null\n",
+            self.random.randbytes(50),
         )
         path = self.folder / f"{self.number}.yaml"
         write(path, content)
 
         absent = self.folder / "absent.yaml"
-        config = self.random.choice([path, path, path, self.folder, absent])
+        config = self.pick(path, path, path, self.folder, absent)
         return Attempt(GPT, [*self.good_argv(GPT), "--config", str(config)])
 
     # --- data and tokenizers
 
     def bad_data(self) -> Attempt:
-        main = self.random.choice([GPT, FINETUNE])
+        main = self.pick(GPT, FINETUNE)
         suffixes = shlex.split(".txt .md .jsonl .jsonl .jsonl .parquet .csv .bin ''")
-        suffix = self.random.choice(suffixes)
+        suffix = self.pick(*suffixes)
         path = self.folder / f"data-{self.number}{suffix}"
         chance = self.random.random()
         if chance < 0.1:
@@ -194,47 +189,40 @@ class Fuzz:
             b'{"text": "the kernel waits", "messages": [{"role": "user", "content": "a"}]}\n'
         )
         good_text = self.good_text.read_bytes()
-        return self.random.choice(
-            [
-                b"",
-                b"\n",
-                b"\xff\xfe\x00",
-                b"text\n",
-                self.random.randbytes(200),
-                good_text[:100] + self.random.randbytes(5) + good_text[100:],
-                bad_line,
-                bad_line[: len(bad_line) // 2],
-                good_line * 3 + bad_line + b"\n" + good_line,
-                good_line * 3 + b"{",
-                b'text,label\n"a\n',
-                b"PAR1" + self.random.randbytes(30) + b"PAR1",
-                b"[" * 100_000,
-            ]
+        return self.pick(
+            b"",
+            b"\n",
+            b"\xff\xfe\x00",
+            b"text\n",
+            self.random.randbytes(200),
+            good_text[:100] + self.random.randbytes(5) + good_text[100:],
+            bad_line,
+            bad_line[: len(bad_line) // 2],
+            good_line * 3 + bad_line + b"\n" + good_line,
+            good_line * 3 + b"{",
+            b'text,label\n"a\n',
+            b"PAR1" + self.random.randbytes(30) + b"PAR1",
+            b"[" * 100_000,
         )
 
     def bad_record(self) -> Any:
-        text = self.random.choice([None, 3, [], {}, "", "\ud800", "\x00", "a" * 100_000])
-        messages = self.random.choice([None, 3, [], {}, [[]], [{}], [{"role": "user"}], "hello"])
-        two_answers = [
-            {"role": "assistant", "content": "a"},
-            {"role": "assistant", "content": None},
-        ]
-        return self.random.choice(
-            [
-                {"text": text},
-                {"messages": messages},
-                {"messages": two_answers},
-                {"messages": [{"role": "user", "content": "hi"}]},
-                {"prompt": "a"},
-                {"prompt": 3, "completion": 4},
-                {"conversations": [{"from": "human", "value": 3}]},
-                {"instruction": "a", "output": None},
-                {"": ""},
-                {},
-                [],
-                None,
-                3,
-            ]
+        text = self.pick(None, 3, [], {}, "", "\ud800", "\x00", "a" * 100_000)
+        messages = self.pick(None, 3, [], {}, [[]], [{}], [{"role": "user"}], "hello")
+        answer = {"role": "assistant", "content": "a"}
+        return self.pick(
+            {"text": text},
+            {"messages": messages},
+            {"messages": [answer, answer | {"content": None}]},
+            {"messages": [{"role": "user", "content": "hi"}]},
+            {"prompt": "a"},
+            {"prompt": 3, "completion": 4},
+            {"conversations": [{"from": "human", "value": 3}]},
+            {"instruction": "a", "output": None},
+            {"": ""},
+            {},
+            [],
+            None,
+            3,
         )
 
     def bad_tokenizer(self) -> Attempt:
@@ -242,16 +230,14 @@ class Fuzz:
         folder.mkdir()
         for name in ("tokenizer.json", "tokenizer_config.json"):
             if self.random.random() < 0.7:
-                content = self.random.choice(
-                    ["", "{}", "[]", '{"model": {}}', '{"version": "1.0"}', b"\xff"]
-                )
+                content = self.pick("", "{}", "[]", '{"model": {}}', '{"version": "1.0"}', b"\xff")
                 write(folder / name, content)
 
         bad_names = shlex.split(
             "bpe bpe: bpe:0 bpe:-3 bpe:x bpe:1000000000000 bpe:1e3 char:3 words"
         )
-        tokenizer = self.random.choice([str(folder), str(folder), *bad_names])
-        main = self.random.choice([GPT, FINETUNE])
+        tokenizer = self.pick(str(folder), str(folder), *bad_names)
+        main = self.pick(GPT, FINETUNE)
         return Attempt(main, [*self.good_argv(main), "--tokenizer", tokenizer])
 
     # --- models and runs
@@ -264,7 +250,7 @@ class Fuzz:
         self.damage_model(folder)
 
         data = ["--dataset", str(self.good_text), *self.output_dir()]
-        more_flags = self.random.choice([[], ["--lora_r", "2"], ["--tokenizer", str(folder)]])
+        more_flags = self.pick([], ["--lora_r", "2"], ["--tokenizer", str(folder)])
         model = ["--model_name_or_path", str(folder)]
         return Attempt(FINETUNE, [*FINETUNE_STEP, *data, *model, *more_flags])
 
@@ -273,11 +259,11 @@ class Fuzz:
         weights = folder / "model.safetensors"
         match self.random.randrange(8):
             case 0 | 1 | 2:
-                self.damage(self.random.choice([config_file, weights]))
+                self.damage(self.pick(config_file, weights))
             case 3:
                 config = json.loads(config_file.read_text())
-                key = self.random.choice([*config])
-                config[key] = self.random.choice([None, -1, "x", [], {}, 10**9])
+                key = self.pick(*config)
+                config[key] = self.pick(None, -1, "x", [], {}, 10**9)
                 config_file.write_text(json.dumps(config))
             case 4:
                 torch.save({"a": torch.zeros(1)}, folder / "pytorch_model.bin")
@@ -287,10 +273,10 @@ class Fuzz:
                 content[self.random.randrange(8)] ^= 255  # in the length of the header
                 weights.write_bytes(bytes(content))
             case 6:
-                content = self.random.choice(["{}", "[]", "", '{"peft_type": "LORA"}'])
+                content = self.pick("{}", "[]", "", '{"peft_type": "LORA"}')
                 (folder / "adapter_config.json").write_text(content)
             case 7:
-                content = self.random.choice(["{}", '{"weight_map": 3}', "x"])
+                content = self.pick("{}", '{"weight_map": 3}', "x")
                 (folder / "model.safetensors.index.json").write_text(content)
                 weights.unlink()
 
@@ -303,7 +289,7 @@ class Fuzz:
                 path.write_bytes(content[: self.random.randrange(1 + len(content))])
             case 2:
                 contents = ["", "{}", "[]", "{", "null", b"\xff" * 20, '{"model_type": "nothing"}']
-                write(path, self.random.choice(contents))
+                write(path, self.pick(*contents))
             case 3:
                 path.write_bytes(content + b"x")
 
@@ -316,7 +302,7 @@ class Fuzz:
 
         copy = self.folder / f"copy-{self.number}"
         shutil.copytree(finished, copy)
-        self.damage(self.random.choice(sorted(path for path in copy.rglob("*") if path.is_file())))
+        self.damage(self.pick(*sorted(path for path in copy.rglob("*") if path.is_file())))
         return copy
 
     def saving_argv(self) -> list[str]:
@@ -328,7 +314,7 @@ class Fuzz:
         if self.random.random() < 0.5:
             argv = ["--max_steps", "2", "--output_dir", str(copy)]
         else:
-            source = self.random.choice([copy, copy / "checkpoints" / "step-00000001"])
+            source = self.pick(copy, copy / "checkpoints" / "step-00000001")
             argv = ["--resume_from_checkpoint", str(source)]
         return Attempt(GPT, [*self.saving_argv(), *argv])
 
@@ -338,7 +324,7 @@ class Fuzz:
         absent = str(self.folder / "absent")
         text = str(self.good_text)
         nasty = self.nasty_value()
-        folder = self.random.choice([copy, copy, copy, absent, text, nasty])
+        folder = self.pick(copy, copy, copy, absent, text, nasty)
         commands = [
             [],
             [nasty],
@@ -360,7 +346,7 @@ class Fuzz:
             ["verify", nasty, folder],
             ["xray", absent],
         ]
-        return Attempt(cli.main, self.random.choice(commands))
+        return Attempt(cli.main, self.pick(*commands))
 
 
 def write(path: Path, content: str | bytes) -> None:
