@@ -2,6 +2,7 @@
 
 import shlex
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,25 @@ from tests.launching import (
     wait,
     wait_for_log_entries,
 )
-from tests.machines import ADDRESS, FIRST, SECOND, command, on_machine
+from tests.machines import (
+    ADDRESS,
+    FIRST,
+    SECOND,
+    UnavailableError,
+    command,
+    on_machine,
+    two_machines,
+)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[str]]:
+    """Yield the names of two machines that reach each other."""
+    try:
+        with two_machines() as names:
+            yield names
+    except UnavailableError as error:
+        pytest.skip(str(error))
 
 
 def start_on(
