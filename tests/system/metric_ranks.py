@@ -8,12 +8,12 @@ import copy
 import json
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import llmtrain as lt
@@ -30,42 +30,17 @@ from llmtrain.parallel.placement import place_sharded
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.evaluate import evaluate
 from tests.models.small_models import small_model
+from tests.system.weighted_rows import VOCABULARY, Bigrams
 
-VOCABULARY = 40
 TOKENS = 17
 ROWS = 11  # odd, so that two ranks do not have the same number of rows
 
 
-class Recurrent(nn.Module):
-    """A model of a user. Its attribute `hidden` is a layer, and not the method of llmtrain's models."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.layers = nn.ModuleList(nn.GRU(16, 16, batch_first=True) for _ in range(2))
-        self.hidden = nn.Linear(16, 16)
-        self.head = nn.Linear(16, VOCABULARY)
-
-    def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
-    ) -> Tensor:
-        if labels is not None:
-            return lt.summed_nll(self.predicted(input_ids[:, :-1]), labels[:, 1:])
-        return self.predicted(input_ids)
-
-    def predicted(self, token_ids: Tensor) -> Tensor:
-        states = self.embedding(token_ids)
-        for layer in self.layers:
-            states, _ = layer(states)
-        return cast(Tensor, self.head(self.hidden(states).tanh()))
-
-
 def build_model(name: str) -> nn.Module:
     torch.manual_seed(3)
-    if name == "recurrent":
-        return make_trainable(Recurrent())
-    model: nn.Module = small_model(name, vocabulary=VOCABULARY, tokens=TOKENS, width=32)
-    return model
+    if name == "own":
+        return make_trainable(Bigrams())
+    return small_model(name, vocabulary=VOCABULARY, tokens=TOKENS, width=32)
 
 
 def packed_rows() -> Dataset:
@@ -109,17 +84,10 @@ class ZLoss(lt.Metric):
         positions = (targets.flatten() != IGNORED).nonzero().flatten()
         squares = model.logits_at(positions, **batch).logsumexp(-1).square()
         rows_with_targets = (targets != IGNORED).any(1).sum()
-        return {
-            "z_loss": (squares.sum(), torch.tensor(len(positions))),
-            "rows": rows_with_targets,
-        }
+        return {"z_loss": (squares.sum(), torch.tensor(len(positions))), "rows": rows_with_targets}
 
 
-METRICS: list[Metric] = [
-    FunctionMetric(accuracy),
-    FunctionMetric(accuracy_by_forward),
-    ZLoss(),
-]
+METRICS: list[Metric] = [FunctionMetric(accuracy), FunctionMetric(accuracy_by_forward), ZLoss()]
 
 
 # --- engines
@@ -144,15 +112,22 @@ def metrics_of(accelerator: Accelerator, engine: Engine, is_bitwise: bool) -> di
         engine.ranks.world_size,
         micro_batch=2,
         prepare=getattr(engine.unwrapped, "prepare_batch", None),
+        source_rows=[4, ROWS - 4],
         bitwise=is_bitwise,
     )
-    return evaluate(engine, accelerator.prepare(loader), text_bytes=0, metrics=METRICS)
+    return evaluate(
+        engine,
+        accelerator.prepare(loader),
+        text_bytes=0,
+        metrics=METRICS,
+        sources=["first", "second"],
+    )
 
 
 def main() -> None:
     accelerator = start_accelerator()
     results: dict[str, dict[str, dict[str, float]]] = {}
-    for name in ("gpt2", "lfm2", "llama", "recurrent"):
+    for name in ("gpt2", "lfm2", "llama", "own"):
         engines = engines_of(Ranks(accelerator), build_model(name))
         results[name] = {
             kind: metrics_of(accelerator, engine, is_bitwise=kind == "bitwise")

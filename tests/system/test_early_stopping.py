@@ -12,18 +12,7 @@ from llmtrain.errors import UserError
 from llmtrain.record.tensor_files import read_tensors
 from recipes import gpt
 from tests.forked import run_forked
-from tests.launching import (
-    FINETUNE,
-    GPT,
-    PYTHON,
-    SIX_STEPS,
-    TINY,
-    interrupt,
-    read_json,
-    series,
-    torchrun,
-    write_chats,
-)
+from tests.launching import GPT, PYTHON, TINY, interrupt, read_json, series, torchrun
 from tests.system.digits import tensors_digest
 
 EVAL_STEPS = 4
@@ -169,31 +158,3 @@ def test_load_best_model_at_end_takes_the_best_weights_by_the_metric_of_the_user
     assert state["best"][:2] == [series(folder, "eval/perplexity")[best_step], best_step]
     # A run with another metric or patience is another run.
     assert state["fingerprint"]["early_stopping"] == [0, "eval/perplexity", 4]
-
-
-# --- several sources
-
-
-def test_each_source_has_an_eval_loss_and_their_mean_does_not_depend_on_the_layout(
-    tmp_path: Path,
-) -> None:
-    long_source = write_chats(tmp_path / "long.jsonl", 40, seed=40)
-    short_source = write_chats(tmp_path / "short.jsonl", 13, seed=13)
-    size = "hidden_size=32,num_hidden_layers=2,intermediate_size=64"
-    flags = shlex.split(
-        f"--from_config llama --config_overrides {size} --block_size 64 --tokenizer byte "
-        f"--eval_fraction 0.4 --dataset {long_source} {short_source}"
-    )
-    command = [FINETUNE, *SIX_STEPS, *flags, "--output_dir"]
-    on_one = tmp_path / "on-one"
-    on_two = tmp_path / "on-two"
-    run_forked([*PYTHON, *command, str(on_one)]).assert_ok()
-    run_forked([*torchrun(2), *command, str(on_two)]).assert_ok()
-
-    keys = ("eval/loss", "eval/loss/long", "eval/loss/short")
-    for key in keys:
-        assert series(on_two, key) == pytest.approx(series(on_one, key), rel=1e-4)
-    losses, losses_of_long, losses_of_short = [series(on_one, key) for key in keys]
-    for step, loss in losses.items():
-        lower, higher = sorted([losses_of_long[step], losses_of_short[step]])
-        assert lower < loss < higher

@@ -1,12 +1,16 @@
 """A metric has the same value on one process and on two, with DDP, FSDP2 and --bitwise."""
 
+import shlex
+
 import pytest
 
 from tests.forked import run_forked
 from tests.launching import PYTHON, accelerate, read_json
 
 SCRIPT = "tests/system/metric_ranks.py"
-METRICS = {"loss", "perplexity", "accuracy", "accuracy_by_forward", "z_loss", "rows"}
+METRICS = {
+    *shlex.split("loss loss/first loss/second perplexity accuracy accuracy_by_forward z_loss rows")
+}
 
 # A value for each model, engine and metric.
 Metrics = dict[str, dict[str, dict[str, float]]]
@@ -27,13 +31,14 @@ def on_two_processes(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
     return read_json(path)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "lfm2", "llama", "recurrent"])
+@pytest.mark.parametrize("model", ["gpt2", "lfm2", "llama", "own"])
 def test_a_metric_does_not_depend_on_the_layout_or_the_engine(
     model: str, on_one_process: Metrics, on_two_processes: Metrics
 ) -> None:
     reference = on_one_process[model]["plain"]
     assert reference.keys() == METRICS
     assert reference["rows"] == 11
+    assert reference["loss/first"] != reference["loss/second"]
     assert reference["accuracy"] == reference["accuracy_by_forward"]
 
     for engine in ("DDP", "FSDP2", "bitwise"):

@@ -17,7 +17,7 @@ def plain_step() -> dict[str, torch.Tensor]:
     weights = weights_of_targets(batch).double()
     loss_sum = torch.zeros((), dtype=torch.float64)
     for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
-        logits = model.head(model.embedding(ids[:-1]))
+        logits = model(ids[:-1])
         nll = F.cross_entropy(logits, labels[1:], reduction="none")
         loss_sum = loss_sum + (nll * weights[row]).sum()
 

@@ -37,16 +37,31 @@ def global_batch() -> Batch:
 
 
 class Bigrams(nn.Module):
-    """A model that predicts each token from the one before it."""
+    """A model of a user, which predicts each token from the one before it.
+
+    Its attribute `hidden` is a layer, and not the method of llmtrain's models.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.hidden = nn.Linear(8, 8)
         self.head = nn.Linear(8, VOCABULARY)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return lt.summed_nll(self.head(self.embedding(input_ids[:, :-1])), labels[:, 1:])
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if labels is not None:
+            return lt.summed_nll(self(input_ids[:, :-1]), labels[:, 1:])
+        states = self.embedding(input_ids)
+        for layer in self.layers:
+            states = layer(states).tanh()
+        return self.head(self.hidden(states))
 
 
 def weights_of_targets(batch: Batch) -> torch.Tensor:
@@ -59,7 +74,7 @@ class WeightedRows(lt.Objective):
     """The mean nll per target token, in which each token counts with the weight of its row."""
 
     def loss(self, model: Any, batch: Batch, extra: Batch) -> lt.LossSums:
-        log_p = model.head(model.embedding(batch["input_ids"][:, :-1])).log_softmax(-1)
+        log_p = model(batch["input_ids"][:, :-1]).log_softmax(-1)
         targets = batch["labels"][:, 1:].clamp(min=0)
         nll = -log_p.gather(-1, targets[..., None]).squeeze(-1)
         return lt.LossSums((nll * weights_of_targets(batch)).sum())
