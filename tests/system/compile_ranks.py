@@ -7,31 +7,21 @@ from accelerate import Accelerator
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
-from llmtrain import GPTConfig, launch
-from llmtrain.data import tokenizer as tok
+from llmtrain import launch
 from llmtrain.interfaces.batches import Batch
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.models.gpt_family import build_gpt
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import ShardedEngine
-from llmtrain.parallel.placement import place
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import full_tensor
 from llmtrain.training import compiling
-
-LENGTH = 16
+from tests.system.sharded_ranks import LENGTH, Case, build_own_model
 
 
 def sharded_engine(accelerator: Accelerator) -> ShardedEngine:
     """Return an engine with a new model in training mode."""
-    config = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=LENGTH, dropout=0.2)
-    with torch.device("meta"):
-        gpt = build_gpt(config, 300)
-
-    tokenizer = tok.as_pretrained(tok.train_tokenizer("byte", [], lambda: iter(())), LENGTH)
-    bundle = gpt.bundle(tokenizer, trained_on="nothing", seed=3)
-    model = place(accelerator, bundle).model.train()
-    return ShardedEngine(Ranks(accelerator), model)
+    bundle = build_own_model(Case.parse("gpt/1"), accelerator, dropout=0.2)
+    return ShardedEngine(Ranks(accelerator), bundle.model.train())
 
 
 def micro_batch(engine: Engine) -> Batch:

@@ -152,7 +152,7 @@ def build_model(case: Case, accelerator: Accelerator, bases: Path) -> ModelBundl
     return bundle
 
 
-def build_own_model(case: Case, accelerator: Accelerator) -> ModelBundle:
+def build_own_model(case: Case, accelerator: Accelerator, dropout: float = 0.0) -> ModelBundle:
     is_lfm2 = case.model == "lfm2"
     config = GPTConfig(
         n_layer=2,
@@ -160,6 +160,7 @@ def build_own_model(case: Case, accelerator: Accelerator) -> ModelBundle:
         # 66 rows do not divide by four ranks. In lfm2, the width of a head must be even.
         n_embd=64 if is_lfm2 else 66,
         block_size=LENGTH,
+        dropout=dropout,
         architecture="lfm2" if is_lfm2 else "gpt2",
     )
     with torch.device("meta"):

@@ -1,14 +1,11 @@
 """Started by test_syncs.py: train with a recipe, and count what would wait for a GPU.
 
-`syncs_ranks.py FILE RECIPE FLAG...` writes a list with an entry for each step:
-    waits: how often each place in the code waited.
-    graphs: the number of graphs that torch.compile has made so far.
+`syncs_ranks.py FILE RECIPE FLAG...` writes, for each step, how often each place in the code waited.
 
 A CPU never waits, but the same calls would wait for a GPU: those that read a value, and those whose
 result has a size that depends on values. Other threads, which make batches, are not counted.
 """
 
-import contextlib
 import json
 import os
 import runpy
@@ -91,51 +88,26 @@ def calling_line() -> str:
     return f"{Path(callers[-1].filename).name}:{callers[-1].lineno}"
 
 
-class StepCounter:
-    """Counts within each step, from the time that the loop has its batch until it asks for the next."""
-
-    def __init__(self, is_compiled: bool) -> None:
-        self.is_compiled = is_compiled  # then operations cannot be counted
-        self.graphs = 0
-        self.steps: list[dict[str, Any]] = []
-        self.read_batches = loop.read_batches
-        self.compile = torch.compile
-        # A single object, since torch compiles a function again for another backend.
-        self.backend = self.count_graph
-
-    def install(self) -> None:
-        loop.read_batches = self.counted_batches
-        torch.compile = self.counted_compile
-
-    def counted_batches(self, *arguments: Any) -> Iterator[Any]:
-        for batch in self.read_batches(*arguments):
-            waits: Counter[str] = Counter()
-            methods = MethodCounter(waits)
-            with contextlib.ExitStack() as counting:
-                if not self.is_compiled:
-                    counting.enter_context(methods)
-                    counting.enter_context(OperationCounter(waits, methods))
-                yield batch
-            self.steps.append({"waits": waits, "graphs": self.graphs})
-
-    def counted_compile(self, function: Any, **settings: Any) -> Any:
-        return self.compile(function, **settings | {"backend": self.backend})
-
-    def count_graph(self, graph: Any, inputs: list[Any]) -> Any:
-        self.graphs += 1
-        return graph.forward
-
-
 def main() -> None:
     result_file, recipe, *flags = sys.argv[1:]
-    counter = StepCounter(is_compiled="--torch_compile" in flags)
-    counter.install()
+    read_batches = loop.read_batches
+    waits_by_step: list[Counter[str]] = []
 
+    def counted_batches(*arguments: Any) -> Iterator[Any]:
+        """Count from the time that the loop has its batch until it asks for the next."""
+        for batch in read_batches(*arguments):
+            waits: Counter[str] = Counter()
+            methods = MethodCounter(waits)
+            with methods, OperationCounter(waits, methods):
+                yield batch
+            waits_by_step.append(waits)
+
+    loop.read_batches = counted_batches
     sys.argv = [recipe, *flags]
     runpy.run_path(recipe)["main"](flags)
 
     if os.environ.get("RANK", "0") == "0":
-        Path(result_file).write_text(json.dumps(counter.steps))
+        Path(result_file).write_text(json.dumps(waits_by_step))
 
 
 if __name__ == "__main__":

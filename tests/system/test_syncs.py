@@ -2,7 +2,6 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,8 +24,6 @@ FLAGS = shlex.split(
     "--max_steps 6 --logging_steps 100 --eval_steps 0 --save_steps 100 --report_to none "
     "--global_batch_size 8 --per_device_train_batch_size 2"
 )
-# The first step prepares the others, and the last one saves.
-COUNTED_STEPS = 4
 
 FSDP2 = accelerate("fsdp2", "--num_processes", "2", "--mixed_precision", "no")
 ON_TWO = torchrun(2)
@@ -52,27 +49,23 @@ def base(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder / "model"
 
 
-def counts_by_step(
+def assert_each_step_waits_once(
     launcher: list[str], recipe: list[str], data: dict[str, Path], folder: Path
-) -> list[dict[str, Any]]:
-    """Train for six steps. Return what `syncs_ranks.py` has counted in all but the first and last."""
+) -> None:
+    """Assert that each step reads the numbers of the step before it, and waits nowhere else."""
     counts_file = folder / "counts.json"
     flags = shlex.split(f"--dataset {data[recipe[0]]} --output_dir {folder / 'run'}")
     program = ["tests/system/syncs_ranks.py", str(counts_file), *recipe, *FLAGS, *flags]
 
     run_forked([*launcher, *program]).assert_ok()
 
-    _, *counted_steps, _ = read_json(counts_file)
-    assert len(counted_steps) == COUNTED_STEPS
-    return counted_steps
-
-
-def assert_each_step_waits_once(steps: list[dict[str, Any]]) -> None:
-    """Assert that each step reads the numbers of the step before it, and waits nowhere else."""
+    # The first step prepares the others, and the last one saves.
+    _, *steps, _ = read_json(counts_file)
+    assert len(steps) == 4
     # The numbers of the first step are read in that step, by the check of states.
-    assert steps[0]["waits"] == {}
-    for step in steps[1:]:
-        [(place, count)] = step["waits"].items()
+    assert steps[0] == {}
+    for waits in steps[1:]:
+        [(place, count)] = waits.items()
         assert place.startswith("tolist in device_numbers.py")
         assert count == 1
 
@@ -91,32 +84,9 @@ def assert_each_step_waits_once(steps: list[dict[str, Any]]) -> None:
 def test_a_step_waits_once(
     launcher: list[str], recipe: list[str], data: dict[str, Path], tmp_path: Path
 ) -> None:
-    assert_each_step_waits_once(counts_by_step(launcher, recipe, data, tmp_path))
+    assert_each_step_waits_once(launcher, recipe, data, tmp_path)
 
 
 def test_a_step_of_an_adapter_waits_once(base: Path, data: dict[str, Path], tmp_path: Path) -> None:
     adapter = [FINETUNE, "--lora_r", "2", "--model_name_or_path", str(base)]
-    recipe = [*adapter, *BYTE_DATA, *SIX_STEPS]
-    assert_each_step_waits_once(counts_by_step(PYTHON, recipe, data, tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("launcher", "recipe", "kinds_of_blocks"),
-    [
-        pytest.param(PYTHON, TINY_GPT, 2, id="gpt"),
-        pytest.param(FSDP2, TINY_GPT, 2, id="gpt, sharded", marks=long_form),
-        pytest.param(FSDP2, LLAMA, 1, id="packed, sharded", marks=long_form),
-    ],
-)
-def test_nothing_is_compiled_after_the_first_step(
-    launcher: list[str],
-    recipe: list[str],
-    kinds_of_blocks: int,
-    data: dict[str, Path],
-    tmp_path: Path,
-) -> None:
-    compiled = [*recipe, "--torch_compile", "always"]
-
-    steps = counts_by_step(launcher, compiled, data, tmp_path)
-
-    assert [step["graphs"] for step in steps] == [kinds_of_blocks] * COUNTED_STEPS
+    assert_each_step_waits_once(PYTHON, [*adapter, *BYTE_DATA, *SIX_STEPS], data, tmp_path)
