@@ -146,15 +146,17 @@ def reductions_without_no_sync(accelerator: Accelerator) -> list[int]:
 # --- restarted
 
 
-def has_same_bits_if_restarted(accelerator: Accelerator, rebuilds_buckets: bool) -> bool:
+def has_same_bits_if_restarted(
+    accelerator: Accelerator, rebuilds_buckets: bool, comm_hook: str = "none"
+) -> bool:
     """Return whether a restart between two times three steps changes no bit of the weights."""
-    engine, optimizer = new_engine(accelerator)
+    engine, optimizer = new_engine(accelerator, comm_hook)
     train(engine, optimizer)
     model_state = copy.deepcopy(engine.unwrapped.state_dict())
     optimizer_state = copy.deepcopy(optimizer.state_dict())
     weights = train(engine, optimizer, range(3, 6))
 
-    resumed, resumed_optimizer = new_engine(accelerator)
+    resumed, resumed_optimizer = new_engine(accelerator, comm_hook)
     resumed.unwrapped.load_state_dict(model_state)
     resumed_optimizer.load_state_dict(optimizer_state)
     if rebuilds_buckets:
@@ -175,6 +177,7 @@ def main() -> None:
     for comm_hook in ("bf16", "fp16"):
         comparison[comm_hook] = {
             "relative_error": relative_error(accelerator, comm_hook),
+            "has_same_bits_if_restarted": has_same_bits_if_restarted(accelerator, True, comm_hook),
             "share_of_bytes": sent_bytes_of_step(accelerator, comm_hook) / float32_bytes,
         }
     if accelerator.is_main_process:
