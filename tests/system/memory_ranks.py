@@ -4,6 +4,7 @@
 """
 
 import gc
+import itertools
 import json
 import os
 import runpy
@@ -21,7 +22,7 @@ from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import parameter_groups
 from llmtrain.parallel.shards import local_shard
 from llmtrain.training import loop
-from tests.memory import resident
+from tests.memory import MeasuredMemory, resident
 
 # Earlier steps make the states of the optimizer, and let DDP build its buckets.
 FIRST_MEASURED_STEP = 3
@@ -61,7 +62,10 @@ class MeasuringStep:
 
         model = engine.model
         self.weights = storage_bytes(p for p in model.parameters() if not p.is_meta)
-        self.optimizer = self.optimizer_bytes(optimizer.optimizer)
+        states = itertools.chain.from_iterable(
+            state.values() for state in optimizer.optimizer.state.values()
+        )
+        self.optimizer = storage_bytes(state for state in states if torch.is_tensor(state))
 
         def note_gradients(*_: object) -> None:
             self.gradients = max(self.gradients, gradient_bytes(model))
@@ -81,23 +85,12 @@ class MeasuringStep:
             hook.remove()
         return result
 
-    @staticmethod
-    def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-        tensors: list[torch.Tensor] = []
-        for state in optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-        return sum(local_shard(tensor).untyped_storage().nbytes() for tensor in tensors)
-
     def as_json(self) -> str:
-        memory = {
-            "weights": self.weights,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-            # The median, because gloo's threads release a sent message at any time. It may be
-            # after the end of its step, or within the next one.
-            "added_by_step": statistics.median(self.bytes_added),
-        }
-        return json.dumps(memory)
+        # The median, because gloo's threads release a sent message at any time. It may be after the
+        # end of its step, or within the next one.
+        added = statistics.median(self.bytes_added)
+        memory = MeasuredMemory(self.weights, self.gradients, self.optimizer, added)
+        return json.dumps(memory._asdict())
 
 
 def main() -> None:

@@ -231,11 +231,7 @@ def test_a_failure_on_one_rank_leaves_the_log_entry_of_the_step_before(
     ],
 )
 def test_a_signal_to_a_rank_makes_a_durable_checkpoint_and_the_launcher_reports_success(
-    launcher: list[str],
-    number: int,
-    tiny: list[str],
-    tmp_path: Path,
-    score: Callable[[str], None],
+    launcher: list[str], number: int, tiny: list[str], tmp_path: Path, score: Callable[[str], None]
 ) -> None:
     times = []
     for i in range(TIMES):

@@ -36,12 +36,8 @@ from tests.launching import (
 KILLS = int(os.environ.get("LLMTRAIN_KILLS", "1"))
 MAX_STEPS = 150 if KILLS > 1 else 30  # a single kill needs fewer steps
 SAVE_STEPS = 3
-FLAGS = [
-    *TINY,
-    *shlex.split(
-        f"--max_steps {MAX_STEPS} --save_steps {SAVE_STEPS} --log_rows --n_embd 128 --ddp_timeout 8"
-    ),
-]
+FLAGS = [*TINY, *shlex.split(f"--max_steps {MAX_STEPS} --save_steps {SAVE_STEPS} --log_rows")]
+FLAGS += shlex.split("--n_embd 128 --ddp_timeout 8")
 
 DDP = accelerate("cpu_ddp")
 FSDP2 = accelerate("fsdp2", "--mixed_precision", "no")

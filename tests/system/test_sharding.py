@@ -233,11 +233,8 @@ def test_transformers_loads_a_sharded_model(name: str, on_two_processes: Results
     elements = sum(tensor.numel() for _, tensor in read_tensors(folder))
     assert elements == model.num_parameters()
 
-
-def test_a_sharded_adapter_is_one_file(on_two_processes: Results) -> None:
-    folder = on_two_processes["tied-lora-grown/1"]["folder"]
-    files = [path.name for path in folder.glob("*.safetensors")]
-    assert files == ["adapter_model.safetensors"]
+    adapter = on_two_processes["tied-lora-grown/1"]["folder"]
+    assert [path.name for path in adapter.glob("*.safetensors")] == ["adapter_model.safetensors"]
 
 
 def test_a_sharded_model_can_be_written_in_another_dtype(on_two_processes: Results) -> None:
@@ -283,17 +280,12 @@ def uninterrupted(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-def assert_same_run(folder: Path, reference: Path) -> float:
-    """Assert that a run had the rows and the losses of another one, up to rounding.
-
-    Returns:
-        The largest relative difference between their losses.
-    """
+def assert_same_run(folder: Path, reference: Path) -> None:
+    """Assert that a run had the rows and the losses of another one, up to rounding."""
     assert (folder / "rows.jsonl").read_text() == (reference / "rows.jsonl").read_text()
 
-    losses = series(folder, "train/loss")
-    expected_losses = series(reference, "train/loss")
-    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    losses = series(reference, "train/loss")
+    assert series(folder, "train/loss") == pytest.approx(losses, rel=1e-5)
 
     # A resumed run may have fewer of these.
     weight_norms = series(folder, "train/weight_norm")
@@ -305,8 +297,6 @@ def assert_same_run(folder: Path, reference: Path) -> float:
     assert find_fault(folder / LAST_CHECKPOINT) is None
     for model in (folder / LAST_CHECKPOINT / "model", folder / "model"):
         assert AutoModelForCausalLM.from_pretrained(model).num_parameters() > 0
-
-    return largest_difference([*losses.values()], [*expected_losses.values()])
 
 
 @pytest.mark.parametrize("layout", ["FSDP2 2", pytest.param("HSDP 2x2", marks=long_form)])
@@ -338,9 +328,7 @@ def test_a_sharded_run_resumes_a_checkpoint_of_one_process(
 
 
 @long_form
-def test_a_run_resumes_in_any_layout(
-    text_file: Path, uninterrupted: Path, tmp_path: Path, score: Callable[[str], None]
-) -> None:
+def test_a_run_resumes_in_any_layout(text_file: Path, uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = [*RUN_FLAGS, *shlex.split(f"--dataset {text_file} --output_dir {folder}")]
     layouts = ["FSDP2 4", "DDP 2", "HSDP 2x2", "one process", "FSDP2 2"]
@@ -353,8 +341,7 @@ def test_a_run_resumes_in_any_layout(
     starts = read_json(folder / "run.json")["starts"]
     assert [start["sharded"] for start in starts] == ["1x4", None, "2x2", None, "1x2"]
     assert all(start["step"] > 0 for start in starts[1:])
-    difference = assert_same_run(folder, uninterrupted)
-    score(f"sharding: resumed in {', '.join(layouts)}: losses differ by {difference:.1e}")
+    assert_same_run(folder, uninterrupted)
 
 
 # --- the shipped config

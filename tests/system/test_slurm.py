@@ -90,12 +90,10 @@ class Cluster:
         wait_until(self.is_idle, 30)
 
     def _write_config(self) -> None:
-        with contextlib.ExitStack() as sockets:
-            ports = []
-            for _ in range(3):
-                server = sockets.enter_context(socket.socket())
-                server.bind(("127.0.0.1", 0))
-                ports.append(server.getsockname()[1])
+        servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+        ports = [server.getsockname()[1] for server in servers]
+        for server in servers:
+            server.close()
 
         config = CONFIG.format(
             folder=self.folder,
@@ -189,17 +187,8 @@ class Cluster:
             return False
         return states == ["idle"] * len(NODES)
 
-    def cancel_all(self) -> None:
-        """End all jobs at once, so that they have no time to save."""
-        kill_running_jobs = "scancel --user=root --state=RUNNING --signal=KILL --full"
-        cancel_jobs = "scancel --user=root"
-        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
-            self.call(*kill_running_jobs.split())
-            self.call(*cancel_jobs.split())
-
     def end(self) -> None:
-        """End all jobs and daemons."""
-        self.cancel_all()
+        """End all daemons and jobs at once."""
         for process in [*self.processes()]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
