@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -34,39 +34,11 @@ SKIES = ["rain", "sun", "fog", "snow", "hail", "wind", "haze", "storm", "clouds"
 MAX_NEW_TOKENS = 150
 
 
-class Family(NamedTuple):
-    """A model family that is trained with its published template.
-
-    Attributes:
-        architecture: its name in transformers.
-        overrides: fields of the configuration.
-        flags: further flags of the recipe.
-        takes_arguments_as_text: whether the template takes the arguments of a call as JSON text.
-    """
-
-    architecture: str
-    overrides: str
-    flags: str = ""
-    takes_arguments_as_text: bool = False
-
-
-# The key is the name of the template.
-FAMILIES = {
-    "gptoss": Family(
-        "gpt_oss", "num_hidden_layers=2", flags="--max_steps 100 --router_aux_loss_coef 0"
-    ),
-    # Its layers are dense, because experts learn by heart more slowly.
-    "deepseekv3": Family(
-        "deepseek_v3",
-        "num_hidden_layers=2,first_k_dense_replace=3",
-        takes_arguments_as_text=True,
-    ),
-    "lfm2_2_5": Family("lfm2", "num_hidden_layers=2"),
-}
-
+TEMPLATE = "gptoss"
 FLAGS = (
-    "--block_size 640 --eval_fraction 0 --no_packing --global_batch_size 10 "
-    "--per_device_train_batch_size 10 --max_steps 160 --save_steps 1000 --optim muon "
+    "--from_config gpt_oss --config_overrides hidden_size=96,intermediate_size=192,num_hidden_layers=2 "
+    "--router_aux_loss_coef 0 --block_size 640 --eval_fraction 0 --no_packing "
+    "--global_batch_size 10 --per_device_train_batch_size 10 --max_steps 100 --optim muon "
     "--learning_rate 1e-2 --warmup_steps 5 --report_to none"
 )
 
@@ -87,25 +59,13 @@ def conversation(place: str, sky: str) -> dict[str, Any]:
 CONVERSATIONS = [conversation(place, sky) for place, sky in zip(PLACES, SKIES, strict=True)]
 
 
-def write_tokenizer(template: str, folder: Path) -> None:
-    """Write a tokenizer with a published template, and the stop tokens of its family."""
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer with the published template, and the stop tokens of its family."""
     text = [json.dumps(conversation) for conversation in CONVERSATIONS]
-    tokenizer = tokenizer_of(template, "bpe:600", [*text, TEMPLATES[template]])
+    tokenizer = tokenizer_of(TEMPLATE, "bpe:600", [*text, TEMPLATES[TEMPLATE]])
     tokenizer.save_pretrained(folder)
-    stop_token_ids = tokenizer.convert_tokens_to_ids(stops_of(template))
+    stop_token_ids = tokenizer.convert_tokens_to_ids(stops_of(TEMPLATE))
     GenerationConfig(eos_token_id=stop_token_ids).save_pretrained(folder)
-
-
-def with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message in which the arguments of calls are JSON text."""
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        arguments = json.dumps(function["arguments"])
-        calls.append({**call, "function": {**function, "arguments": arguments}})
-    return {**message, "tool_calls": calls}
 
 
 def words_of(message: dict[str, Any]) -> list[str]:
@@ -114,7 +74,7 @@ def words_of(message: dict[str, Any]) -> list[str]:
     return [message["content"], *re.findall("|".join(PLACES), calls)]
 
 
-def wrong_answers(folder: Path, takes_arguments_as_text: bool) -> list[str]:
+def wrong_answers(folder: Path) -> list[str]:
     """Generate every answer of the conversations, and return the wrong ones.
 
     An answer is right if it has the words that the model was trained on, and stops by itself.
@@ -125,9 +85,6 @@ def wrong_answers(folder: Path, takes_arguments_as_text: bool) -> list[str]:
     wrong = []
     for conversation in CONVERSATIONS:
         messages = conversation["messages"]
-        if takes_arguments_as_text:
-            messages = [with_arguments_as_text(message) for message in messages]
-
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -150,21 +107,15 @@ def wrong_answers(folder: Path, takes_arguments_as_text: bool) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("template", FAMILIES)
-def test_a_model_that_learnt_conversations_by_heart_says_them_and_stops(
-    template: str, tmp_path: Path
-) -> None:
-    family = FAMILIES[template]
-    write_tokenizer(template, tmp_path / "base")
+def test_a_model_that_learnt_conversations_by_heart_says_them_and_stops(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "base")
     chats = tmp_path / "chats.jsonl"
     chats.write_text("\n".join(map(json.dumps, CONVERSATIONS)))
 
-    flags = (
-        f"--from_config {family.architecture} --tokenizer {tmp_path}/base --dataset {chats} "
-        f"--config_overrides hidden_size=96,intermediate_size=192,{family.overrides} "
-        f"{FLAGS} {family.flags} --output_dir {tmp_path}/run"
+    flags = shlex.split(
+        f"{FLAGS} --tokenizer {tmp_path}/base --dataset {chats} --output_dir {tmp_path}/run"
     )
-    run_forked([*PYTHON, FINETUNE, *shlex.split(flags)], timeout=600).assert_ok()
+    run_forked([*PYTHON, FINETUNE, *flags], timeout=600).assert_ok()
 
     assert len(CONVERSATIONS) == 10
-    assert wrong_answers(tmp_path / "run" / "model", family.takes_arguments_as_text) == []
+    assert wrong_answers(tmp_path / "run" / "model") == []

@@ -14,7 +14,6 @@ from tests.launching import (
     TINY,
     Ended,
     read_json,
-    run,
     series,
     torchrun,
     write_chats,
@@ -57,13 +56,12 @@ def test_the_recipe_of_the_page_finishes_at_a_plateau(recipe: Path, tmp_path: Pa
     # Without a learning rate, the loss has no trend, so some entries have no new lowest loss.
     flags = "--learning_rate 0 --max_steps 60"
 
-    ended = train(recipe, folder, flags)
+    train(recipe, folder, flags)
 
     status = read_json(folder / "status.json")
     assert (status["state"], status["reason"]) == ("finished", "Plateau has finished the run")
     assert status["step"] < 60
     assert max(series(folder, "eval/loss")) == status["step"]
-    assert "model     " in ended.out
     for name in ("model", "model-average"):
         assert (folder / name / "model.safetensors").exists()
     # The run stops after the step that follows the fifth entry without a new lowest loss.
@@ -91,7 +89,3 @@ def test_one_rank_is_enough_to_finish_a_run_and_one_that_saves_outweighs_it(
     status = read_json(folder / "status.json")
     assert (status["state"], status["step"]) == (state, 4)
     assert (folder / "model").exists() == (state == "finished")
-    if state == "finished":
-        assert status["reason"] == "Votes has finished the run"
-        is_finished = [*PYTHON, "-m", "llmtrain", "runs", "--finished", str(folder)]
-        assert run(is_finished).status == 0

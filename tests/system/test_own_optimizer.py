@@ -32,19 +32,17 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def trained(recipe: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on two processes."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    ended = run_forked([*torchrun(2), *recipe, "--output_dir", str(folder)]).assert_ok()
-    assert "groups: matrices: 0.02, embedding: 0.06, head: 0.006, others: 0.006\n" in ended.out
+    run_forked([*torchrun(2), *recipe, "--output_dir", str(folder)]).assert_ok()
     return folder
 
 
-@pytest.mark.parametrize("group", PEAKS, ids=["matrices", "embedding", "head"])
-def test_each_group_has_its_peak_and_the_schedule_of_the_recipe(group: str, trained: Path) -> None:
-    rates = series(trained, f"train/learning_rate{group}")
-
+def test_each_group_has_its_peak_and_the_schedule_of_the_recipe(trained: Path) -> None:
     # Up in five steps. In the last 40 % of the run, 2.4 steps, down with the square root of the rest.
     schedule = [0.2, 0.4, 0.6, 0.8, (2 / 2.4) ** 0.5, (1 / 2.4) ** 0.5]
-    expected = [PEAKS[group] * share for share in schedule]
-    assert [rates[step] for step in range(1, 7)] == pytest.approx(expected)
+    for group, peak in PEAKS.items():
+        rates = series(trained, f"train/learning_rate{group}")
+        expected = [peak * share for share in schedule]
+        assert [rates[step] for step in range(1, 7)] == pytest.approx(expected), group
 
 
 def test_a_resumed_run_has_the_same_losses_and_learning_rates(
@@ -54,9 +52,9 @@ def test_a_resumed_run_has_the_same_losses_and_learning_rates(
     checkpoint = trained / "checkpoints" / "step-00000003"
     flags = shlex.split(f"--resume_from_checkpoint {checkpoint} --output_dir {folder}")
 
-    ended = run_forked([*torchrun(2), *recipe, *flags]).assert_ok()
+    run_forked([*torchrun(2), *recipe, *flags]).assert_ok()
 
-    assert "(resumes from " in ended.out
+    assert [*series(folder, "train/loss")] == [*range(1, 7)]
     for key in ("train/loss", *(f"train/learning_rate{group}" for group in PEAKS)):
         assert series(folder, key) == series(trained, key)
 
@@ -68,8 +66,7 @@ def test_a_flag_that_the_recipe_does_not_read_is_refused(recipe: list[str], tmp_
     ended = run_forked([*PYTHON, *recipe, *flags])
 
     assert ended.status == 2
-    assert ended.err == (
-        "error: flags without effect: --adam_beta2 0.99 (no parameter group has this value), "
-        "--warmup_steps (the recipe has its own schedule); leave them out.\n"
-    )
+    assert "--adam_beta2 0.99" in ended.err
+    assert "--warmup_steps" in ended.err
+    assert ended.err.count("\n") == 1
     assert not folder.exists()

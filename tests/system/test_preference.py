@@ -1,6 +1,5 @@
 """Preference training: whole runs of recipes/preference.py in real processes."""
 
-import io
 import json
 import math
 import re
@@ -10,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.cli import main
+from tests.forked import run_forked
 from tests.launching import (
     FINETUNE,
     GPT,
     PREFERENCE,
     PYTHON,
     SMALL_LLAMA,
+    Ended,
     long_form,
     read_json,
     run,
@@ -24,72 +24,53 @@ from tests.launching import (
     write_pairs,
 )
 
-pytestmark = long_form
-
-VERIFY = [*PYTHON, "-m", "llmtrain", "verify"]
-VERIFIED_RUN = [
-    *SMALL_LLAMA,
-    *shlex.split("--from_config llama --chat_template chatml --block_size 64 --learning_rate 1e-2"),
-]
-
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.jsonl")
 
 
-def verify_command(verify_flags: str, recipe: str, loss: str, pairs: Path) -> list[str]:
-    """Return a command of `llmtrain verify`. ``loss`` is one name, or several to be added."""
-    run_flags = shlex.split(f"--loss_type {loss} --dataset {pairs}")
-    return [*VERIFY, *shlex.split(verify_flags), recipe, *VERIFIED_RUN, *run_flags]
-
-
 # --- layouts
 # A layout is the number of processes x micro-batches x pairs.
 
 
-@pytest.mark.parametrize(
-    ("loss", "layouts"),
-    [
-        ("kto", "1x1x8,2x2x2"),
-        ("reward", "1x1x8,4x1x2"),
-        ("ipo sft", "1x1x8,1x4x2,2x2x2"),
-    ],
-)
-def test_pairs_of_any_length_make_the_same_run_on_any_layout(
-    loss: str, layouts: str, pairs: Path
-) -> None:
-    command = verify_command(f"layout --layouts {layouts} --steps 3", PREFERENCE, loss, pairs)
-    ended = run(command, timeout=400).assert_ok()
-    assert "passed: the same run" in ended.out
+def verify(how: str, flags: str, pairs: Path, recipe: str = PREFERENCE, planted: str = "") -> Ended:
+    """Run `llmtrain verify` as ``how`` says, with further flags of the recipe."""
+    run_flags = shlex.split(
+        f"--from_config llama --chat_template chatml --block_size 64 --learning_rate 1e-2 "
+        f"--dataset {pairs} {flags}"
+    )
+    command = [*PYTHON, "-m", "llmtrain", "verify", *shlex.split(how), recipe, *SMALL_LLAMA]
+    return run([*command, *run_flags], {"PLANTED": planted}, timeout=400)
 
 
-@pytest.mark.parametrize(
-    ("loss", "layouts"),
-    [
-        ("sigmoid", "1x8x1,2x4x1,4x2x1"),
-        ("kto", "1x8x1,2x4x1"),
-        ("sft", "1x8x1,2x4x1"),
-    ],
-)
+@long_form
+@pytest.mark.parametrize("loss", ["kto", "reward", "ipo sft"])
+def test_pairs_of_any_length_make_the_same_run_on_any_layout(loss: str, pairs: Path) -> None:
+    how = "layout --layouts 1x1x8,2x2x2 --steps 3"
+    verify(how, f"--loss_type {loss}", pairs).assert_ok()
+
+
+@long_form
+@pytest.mark.parametrize(("loss", "layouts"), [("sigmoid", "1x8x1,4x2x1"), ("kto", "1x8x1,2x4x1")])
 def test_a_bitwise_run_has_the_same_bits_on_any_layout(
     loss: str, layouts: str, pairs: Path
 ) -> None:
-    command = verify_command(f"layout --layouts {layouts} --steps 3", PREFERENCE, loss, pairs)
-    ended = run([*command, "--bitwise"], timeout=400).assert_ok()
+    how = f"layout --layouts {layouts} --steps 3"
+    ended = verify(how, f"--loss_type {loss} --bitwise", pairs).assert_ok()
 
-    assert "passed: the same run" in ended.out
-    _, *rows, _ = ended.out.splitlines()
+    _, *rows, verdict = ended.out.splitlines()
+    assert verdict.startswith("passed")
     hashes = {row.split()[-1] for row in rows}
     assert len(hashes) == 1
 
 
+@long_form
 def test_a_killed_run_with_a_baseline_resumes_with_the_same_bits(pairs: Path) -> None:
-    command = verify_command("resume --steps 30 --layouts 2", PREFERENCE, "kto", pairs)
-    ended = run(command, timeout=400).assert_ok()
-    assert "passed: the same run" in ended.out
+    verify("resume --steps 30 --layouts 2", "--loss_type kto", pairs).assert_ok()
 
 
+@long_form
 @pytest.mark.parametrize(
     ("bug", "loss", "message"),
     [
@@ -105,48 +86,34 @@ def test_a_killed_run_with_a_baseline_resumes_with_the_same_bits(pairs: Path) ->
 def test_verify_finds_a_planted_bug_and_names_its_effect(
     bug: str, loss: str, message: str, pairs: Path
 ) -> None:
-    command = verify_command(
-        "layout --layouts 1x1x8,2x2x2 --steps 6", "tests/system/planted.py", loss, pairs
-    )
-
-    ended = run(command, env={"PLANTED": bug}, timeout=200)
+    how = "layout --layouts 1x1x8,2x2x2 --steps 6"
+    ended = verify(how, f"--loss_type {loss}", pairs, "tests/system/planted.py", planted=bug)
 
     assert ended.status == 1, ended.out + ended.err
     assert message in ended.out
     assert ended.out.splitlines()[-1] == "FAILED: not the same run"
 
 
-# --- from text to a chat
+# --- from text to preferences
 
 
-@pytest.mark.timeout(900)
 def test_each_recipe_continues_with_the_model_of_the_one_before(
-    pairs: Path,
-    tmp_path: Path,
-    score: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    pairs: Path, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
-    lines = []
-    for line in pairs.read_text().splitlines():
-        pair = json.loads(line)
-        # The recipe reads no column of the name "not".
-        chat = {
-            "prompt": pair["prompt"],
-            "completion": pair["chosen"],
-            "not": pair["rejected"],
-        }
-        lines.append(json.dumps(chat) + "\n")
     chats = tmp_path / "chats.jsonl"
-    chats.write_text("".join(lines))
+    records = [json.loads(line) for line in pairs.read_text().splitlines()]
+    chats.write_text(
+        "".join(
+            json.dumps({"prompt": record["prompt"], "completion": record["chosen"]}) + "\n"
+            for record in records
+        )
+    )
     text = tmp_path / "text.txt"
     text.write_text("\n".join(re.findall(r'"[a-e]+"', pairs.read_text())) * 3)
-    common = (
-        "--block_size 64 --eval_steps 20 --warmup_steps 5 --global_batch_size 8 --report_to none"
-    )
 
     def train(recipe: str, flags: str) -> None:
-        run([*PYTHON, recipe, *shlex.split(f"{common} {flags}")], timeout=280).assert_ok()
+        common = "--block_size 64 --eval_steps 20 --warmup_steps 5 --global_batch_size 8"
+        run_forked([*PYTHON, recipe, *shlex.split(f"{common} {flags}")]).assert_ok()
 
     train(
         GPT,
@@ -176,8 +143,3 @@ def test_each_recipe_continues_with_the_model_of_the_one_before(
     # At first, the model equals its reference, and the loss of DPO is log 2.
     assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
     assert losses[40] < losses[0]
-
-    monkeypatch.setattr("sys.stdin", io.StringIO("abce\n"))
-    capsys.readouterr()
-    main(shlex.split(f"chat {folder} --temperature 0 --max_new_tokens 12 --json"))
-    assert json.loads(capsys.readouterr().out)["content"]

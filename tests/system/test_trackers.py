@@ -46,15 +46,6 @@ keys = ("train/loss", "eval/loss")
 values = {key: [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, key)] for key in keys}
 print(json.dumps({"values": values, "params": run.data.params, "status": run.info.status}))
 """
-READ_TRACKIO = """
-import json, sys
-from trackio.sqlite_storage import SQLiteStorage
-[name] = SQLiteStorage.get_runs("llmtrain")
-logs = SQLiteStorage.get_logs("llmtrain", name)
-keys = ("train/loss", "eval/loss")
-values = {key: [(log["step"], log[key]) for log in logs if key in log] for key in keys}
-print(json.dumps({"values": values, "params": SQLiteStorage.get_run_config("llmtrain", name)}))
-"""
 
 
 def kill_and_resume(
@@ -63,12 +54,8 @@ def kill_and_resume(
     flags: str,
     launcher: list[str] = PYTHON,
     env: dict[str, str] | None = None,
-) -> int:
-    """Train a GPT. Kill it after its second checkpoint, and start it again.
-
-    Returns:
-        The step of its last log entry before the kill.
-    """
+) -> None:
+    """Train a GPT. Kill it after its second checkpoint, and start it again."""
     run_flags = shlex.split(f"--dataset {dataset} --output_dir {folder} {flags}")
     command = [*launcher, GPT, *FLAGS, *run_flags]
     process = start_process(command, env)
@@ -78,13 +65,11 @@ def kill_and_resume(
     finally:
         stop_group(process)
     assert read_json(folder / "status.json")["state"] == "running"
-    last_step: int = metrics(folder)[-1]["step"]
 
     run(command, env).assert_ok()
 
     assert read_json(folder / "status.json")["state"] == "finished"
     assert len(read_json(folder / "run.json")["starts"]) == 2
-    return last_step
 
 
 def values_in(rows: list[dict[str, Any]]) -> Values:
@@ -92,16 +77,13 @@ def values_in(rows: list[dict[str, Any]]) -> Values:
     return {key: [(row["step"], row[key]) for row in rows if key in row] for key in KEYS}
 
 
-def without_repetitions(
-    points: list[tuple[int, float]], allowed: int = 1
-) -> list[tuple[int, float]]:
+def without_repetition(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """Return the points of a metric, each once.
 
-    After a kill between an entry and the record of its position, the entry is sent again. Check that
-    no more points than allowed are there twice.
+    After a kill between an entry and the record of its position, that entry is sent again.
     """
     unique = [*dict.fromkeys(points)]
-    assert len(points) - len(unique) <= allowed
+    assert len(points) - len(unique) <= 1
     return unique
 
 
@@ -113,7 +95,7 @@ def test_tensorboard_has_each_value_of_a_killed_run_once(text_file: Path, tmp_pa
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     for key, expected in values_in(metrics(folder)).items():
-        points = without_repetitions([(event.step, event.value) for event in events.Scalars(key)])
+        points = without_repetition([(event.step, event.value) for event in events.Scalars(key)])
         assert [step for step, _ in points] == [step for step, _ in expected]
         losses = [loss for _, loss in expected]
         assert [value for _, value in points] == pytest.approx(losses, rel=1e-6)
@@ -133,49 +115,33 @@ def test_tensorboard_on_a_full_disk_costs_one_note(
     assert "Traceback" not in ended.err
     [note] = [line for line in ended.err.splitlines() if line.startswith("note: ")]
     assert note.startswith("note: tensorboard: tracking ")
-    assert "No space left on device; metrics.jsonl" in note
+    assert "No space left on device" in note
     assert metrics(folder)[-1]["step"] == 6
 
 
 @long_form
-@pytest.mark.parametrize(
-    ("tracker", "requirements", "reader"),
-    [
-        pytest.param(
-            "mlflow", ("mlflow-skinny>=3.12", "sqlalchemy", "alembic"), READ_MLFLOW, id="mlflow"
-        ),
-        pytest.param("trackio", ("trackio>=0.40",), READ_TRACKIO, id="trackio"),
-    ],
-)
-def test_a_tracker_in_its_own_environment_has_each_value_of_a_killed_run_once(
-    tracker: str, requirements: tuple[str, ...], reader: str, text_file: Path, tmp_path: Path
+def test_mlflow_in_its_own_environment_has_each_value_of_a_killed_run_once(
+    text_file: Path, tmp_path: Path
 ) -> None:
-    python = str(environment_with(tracker, requirements, adds_to_ours=True) / "bin" / "python")
+    packages = ("mlflow-skinny>=3.12", "sqlalchemy", "alembic")
+    python = str(environment_with("mlflow", packages, adds_to_ours=True) / "bin" / "python")
     folder = tmp_path / "run"
     env = {
         "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
-        "TRACKIO_DIR": str(tmp_path / "trackio"),
         "PYTHONWARNINGS": "",  # a warning of a tracker is no fault of this package
     }
 
-    killed_at = kill_and_resume(
-        folder, text_file, f"--report_to {tracker}", launcher=[python], env=env
-    )
+    kill_and_resume(folder, text_file, "--report_to mlflow", launcher=[python], env=env)
 
-    out = run([python, "-c", reader], env).assert_ok().out
+    out = run([python, "-c", READ_MLFLOW], env).assert_ok().out
     logged = json.loads(out.splitlines()[-1])
-    values = {key: [(int(step), value) for step, value in logged["values"][key]] for key in KEYS}
-    if tracker == "trackio":
-        # It may have the entries of the last seconds before the kill twice, in any order.
-        values = {
-            key: sorted(without_repetitions(points, allowed=killed_at))
-            for key, points in values.items()
-        }
-    else:
-        values = {key: without_repetitions(points) for key, points in values.items()}
+    values = {
+        key: without_repetition([(int(step), value) for step, value in logged["values"][key]])
+        for key in KEYS
+    }
     assert values == values_in(metrics(folder))
-    assert str(logged["params"]["global_batch_size"]) == "8"
-    assert logged.get("status", "FINISHED") == "FINISHED"
+    assert logged["params"]["global_batch_size"] == "8"
+    assert logged["status"] == "FINISHED"
 
 
 # --- W&B
@@ -203,9 +169,7 @@ def test_wandb_has_each_value_of_a_killed_run_of_two_processes_once(
 
     record = read_json(folder / "run.json")
     assert record["trackers"]["wandb"].startswith("http://127.0.0.1")
-    console = (folder / "output.log").read_text()
-    assert "step    200/200" in console
-    assert console.count("loss") > 60
+    assert "step    200/200" in (folder / "output.log").read_text()
 
 
 @long_form
