@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -194,6 +195,16 @@ def interrupt(command: list[str], folder: Path, signal_number: int, log_entries:
     finally:
         ended = wait(process)
     return ended
+
+
+def make_look_killed(folder: Path, step: int) -> None:
+    """Leave a finished run as one that was killed after the checkpoint of a step."""
+    shutil.rmtree(folder / "model")
+    for checkpoint in (folder / "checkpoints").iterdir():
+        if checkpoint.name > f"step-{step:08d}":
+            shutil.rmtree(checkpoint)
+    status = read_json(folder / "status.json") | {"state": "running", "step": step}
+    (folder / "status.json").write_text(json.dumps(status))
 
 
 def read_json(path: Path) -> Any:

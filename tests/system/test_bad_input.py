@@ -101,16 +101,6 @@ def test_a_port_that_is_in_use_is_named(text_file: Path, tmp_path: Path) -> None
     assert not folder.exists()
 
 
-def test_debugging_shows_the_traceback_of_a_recipe(tmp_path: Path) -> None:
-    flags = shlex.split(f"--n_layers 3 --output_dir {tmp_path}/run")
-
-    ended = run_forked([*PYTHON, GPT, *flags], {"LLMTRAIN_DEBUG": "1"})
-
-    assert ended.status == 2
-    assert "Traceback" in ended.err
-    assert ended.err.splitlines()[-1].startswith("error: unknown flag --n_layers")
-
-
 # --- several processes
 
 

@@ -180,7 +180,6 @@ def test_the_metrics_are_those_of_a_plain_loop_over_transformers(
         ("{gpt} --dataset no/such.jsonl", "--dataset no/such.jsonl"),
         ("{gpt} --dataset {empty}", "--dataset {empty}"),
         ("{gpt} --dataset {texts} --max_length 4096", "--max_length 4096"),
-        ("{llama} --dataset {chats}", "--columns prompt=q"),
         ("{scorer} --dataset {texts}", "{scorer}"),
         ("no/such/model --dataset {texts}", "no/such/model"),
         ("{gpt}", "--dataset"),
@@ -201,9 +200,7 @@ def test_an_impossible_evaluation_is_an_error_of_one_line(
     empty.write_text("")
     paths = {
         "gpt": gpt,
-        "llama": evaluated["llama"].run,
         "texts": texts[0],
-        "chats": gpt.parent / "chats.jsonl",
         "scorer": scorer,
         "empty": empty,
     }

@@ -137,12 +137,6 @@ def test_a_run_leaves_its_records_its_model_and_checkpoints(on_one_process: Path
     assert not [path for path in paths if path.suffix in (".pkl", ".pt", ".bin")]
 
 
-def test_the_record_of_a_run_has_its_settings_with_their_origins(on_one_process: Path) -> None:
-    settings = read_json(on_one_process / "run.json")["settings"]
-    assert settings["n_layer"] == {"value": 2, "from": "command line", "affects": "model"}
-    assert settings["dropout"] == {"value": 0.0, "from": "recipe", "affects": "pass"}
-
-
 def test_each_log_entry_has_the_keys_of_its_kind(on_one_process: Path) -> None:
     first_weights, first_eval, first_step, *_ = metrics(on_one_process)
 

@@ -3,9 +3,7 @@
 The finished model has the weights that text does not reach, as they were in the base.
 """
 
-import json
 import shlex
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,15 +15,13 @@ from llmtrain.record.tensor_files import read_tensors
 from tests.forked import run_forked
 from tests.launching import (
     FINETUNE,
-    PREFERENCE,
     PYTHON,
     accelerate,
     long_form,
-    read_json,
+    make_look_killed,
     series,
     torchrun,
     write_chats,
-    write_pairs,
 )
 from tests.multimodal import PROCESSOR_FILES, write_checkpoint
 
@@ -36,16 +32,6 @@ FLAGS = (
 )
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The data set of each recipe."""
-    folder = tmp_path_factory.mktemp("data")
-    return {
-        FINETUNE: write_chats(folder / "chats.jsonl"),
-        PREFERENCE: write_pairs(folder / "pairs.jsonl"),
-    }
-
-
 @pytest.fixture
 def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A tiny checkpoint of the class in ``request.param``."""
@@ -53,18 +39,16 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def train(base: Path, data: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
+def train(base: Path, tmp_path: Path) -> Callable[..., Path]:
     """Train the base, and return the run folder."""
+    chats = write_chats(tmp_path / "chats.jsonl")
 
-    def train(
-        name: str, flags: str = "", launcher: list[str] = PYTHON, recipe: str = FINETUNE
-    ) -> Path:
+    def train(name: str, flags: str = "", launcher: list[str] = PYTHON) -> Path:
         folder = tmp_path / name
         flags = (
-            f"--model_name_or_path {base} --dataset {data[recipe]} {FLAGS} {flags} "
-            f"--output_dir {folder}"
+            f"--model_name_or_path {base} --dataset {chats} {FLAGS} {flags} --output_dir {folder}"
         )
-        run_forked([*launcher, recipe, *shlex.split(flags)]).assert_ok()
+        run_forked([*launcher, FINETUNE, *shlex.split(flags)]).assert_ok()
         return folder
 
     return train
@@ -72,14 +56,6 @@ def train(base: Path, data: dict[str, Path], tmp_path: Path) -> Callable[..., Pa
 
 def export(flags: str) -> None:
     run_forked([*PYTHON, "llmtrain/__main__.py", "export", *shlex.split(flags)]).assert_ok()
-
-
-def interrupt_after_the_first_step(folder: Path) -> None:
-    """Leave a run folder as a run that was killed in its second step leaves it."""
-    shutil.rmtree(folder / "model")
-    shutil.rmtree(folder / "checkpoints/step-00000002")
-    status = read_json(folder / "status.json")
-    (folder / "status.json").write_text(json.dumps({**status, "state": "running", "step": 1}))
 
 
 def is_of_images(name: str) -> bool:
@@ -137,7 +113,7 @@ def test_a_class_makes_the_same_run_with_ddp_and_fsdp2_and_resumes_on_one_proces
     check_finished_model(exported, base)
 
     expected = dict(read_tensors(fsdp / "model"))
-    interrupt_after_the_first_step(fsdp)
+    make_look_killed(fsdp, step=1)
     train("fsdp", "--save_steps 1")
     check_finished_model(fsdp, base)
     for name, tensor in read_tensors(fsdp / "model"):
@@ -155,14 +131,3 @@ def test_an_adapter_is_in_the_text_tower_and_can_be_merged(
     merged = tmp_path / "merged"
     export(f"{adapter} --merge --check --to {merged}/model")
     check_finished_model(merged, base)
-
-
-@long_form
-@pytest.mark.parametrize("base", ["Qwen3_5"], indirect=True)
-def test_preferences_and_a_run_from_a_checkpoint_have_all_tensors_of_the_base(
-    train: Callable[..., Path], base: Path
-) -> None:
-    first = train("preference", "--save_steps 1", recipe=PREFERENCE)
-    check_finished_model(first, base)
-    second = train("second", f"--model_name_or_path {first}/checkpoints/step-00000001")
-    check_finished_model(second, base)

@@ -1,16 +1,25 @@
 """A user's own loss, optimizer, average and metric keep the promises of the package's own parts.
 
-tests/system/own_everything.py is the recipe that has them.
+tests/system/own_everything.py is the recipe that has them, without the objective with a teacher.
 """
 
 import shlex
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import llmtrain as lt
+from llmtrain.interfaces.batches import IGNORED, Batch
+from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.record.tensor_files import read_tensors
+from tests.engines import engine_of, split
 from tests.forked import run_forked
 from tests.launching import PYTHON, accelerate, long_form, run, series
 
@@ -78,5 +87,76 @@ def test_fsdp2_makes_the_average_and_the_eval_metrics_of_one_process(
     # The weights are 100 times as large as the tolerance.
     torch.testing.assert_close(averages, expected, rtol=1e-4, atol=1e-4)
 
-    for name in ("eval/accuracy", "eval/average/loss", "eval/average/accuracy"):
+    for name in ("train/loss", "train/grad_norm", "eval/accuracy", "eval/average/loss"):
         assert series(folder, name) == pytest.approx(series(finished, name), rel=1e-4)
+
+
+# --- an objective with a teacher
+
+
+class Distillation(lt.Objective):
+    """The mean KL divergence from a teacher's distribution, per target token."""
+
+    def __init__(self, teacher: LlamaForCausalLM) -> None:
+        self.teacher = teacher.requires_grad_(False).eval()
+
+    def loss(self, model: Any, batch: Batch, extra: Batch) -> lt.LossSums:
+        targets = batch["labels"][:, 1:].flatten()
+        positions = (targets != IGNORED).nonzero().flatten()
+        student = model.logits_at(positions, **batch).log_softmax(-1)
+        logits = self.teacher(batch["input_ids"][:, :-1]).logits
+        teacher = logits.flatten(0, 1)[positions].log_softmax(-1)
+        agrees = student.argmax(-1) == teacher.argmax(-1)
+        return lt.LossSums(
+            loss=F.kl_div(student, teacher, reduction="sum", log_target=True),
+            metrics={"agrees": agrees.sum().float(), "targets": agrees.new_ones(()) * len(agrees)},
+        )
+
+    def metrics(self, sums: Mapping[str, float], extra: Batch) -> dict[str, float]:
+        return {"agreement": sums["agrees"] / sums["targets"]}
+
+
+def llama(seed: int, layers: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=60,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+    )
+    return LlamaForCausalLM(config).float()
+
+
+def test_the_gradient_of_a_distillation_objective_is_that_of_plain_autograd(
+    accelerator: Accelerator,
+) -> None:
+    """The rows have different numbers of target tokens."""
+    token_ids = torch.randint(60, (8, 17), generator=torch.Generator().manual_seed(3))
+    labels = token_ids.clone()
+    for row in range(8):
+        labels[row, : 2 * row] = IGNORED
+
+    student = llama(seed=1, layers=2)
+    teacher = llama(seed=2, layers=3)
+    is_target = labels[:, 1:] != IGNORED
+    log_p = student(token_ids[:, :-1]).logits.log_softmax(-1)[is_target]
+    log_q = teacher(token_ids[:, :-1]).logits.log_softmax(-1)[is_target].detach()
+    expected_loss = F.kl_div(log_p, log_q, reduction="sum", log_target=True) / is_target.sum()
+    expected_loss.backward()
+    expected = {name: parameter.grad for name, parameter in student.named_parameters()}
+
+    model = make_causal_lm(llama(seed=1, layers=2), row_length=16)
+    engine = engine_of(accelerator, model, Distillation(teacher))
+    batches = split({"input_ids": token_ids, "labels": labels}, 2)
+    totals = engine.count(batches)
+    sums = engine.forward_backward(batches, totals)
+
+    loss = float(sums.loss) / int(totals.denominator)
+    assert loss == pytest.approx(float(expected_loss.detach()), rel=1e-5)
+    gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert max(float(value.abs().max()) for value in gradient.values()) > 1e-3
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-7)
+    counts = {name: float(value) for name, value in sums.metrics.items()}
+    assert 0 <= engine.objective.metrics(counts, {})["agreement"] < 1

@@ -1,5 +1,6 @@
 """`llmtrain rows` prints the rows of a step: the text of the source, and the nll of transformers."""
 
+import gzip
 import json
 import re
 import shlex
@@ -22,6 +23,7 @@ from tests.launching import (
     SIX_STEPS,
     SMALL_SIZE,
     TINY,
+    make_look_killed,
     metrics,
     read_json,
     torchrun,
@@ -158,15 +160,35 @@ def test_a_recipe_shows_the_rows_that_its_run_has(folder: Path, capsys: Capture)
     assert planned == [{**row, "nll": None} for row in trained]
 
 
+def test_a_recipe_shows_the_targets_of_tools_in_a_compressed_file(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    call = {"name": "search", "arguments": {"limit": None, "page": 1}}
+    conversation = [
+        {"from": "human", "value": "find"},
+        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "found"},
+        {"from": "gpt", "value": "It is here."},
+    ]
+    with gzip.open(tmp_path / "sharegpt.json.gz", "wt") as file:
+        json.dump([{"conversations": conversation}] * 24, file)
+
+    flags = [*LLAMA, "--max_length", "256", "--dataset", tmp_path / "sharegpt.json.gz"]
+    [row] = rows_of(capsys, FINETUNE, "--row", 0, *flags)
+
+    targets = re.findall(f"{LEFT}([^{RIGHT}]*){RIGHT}", documents_of(row["text"])[0])
+    assert targets == [
+        f"<tool_call>\n{json.dumps(call)}\n</tool_call><|im_end|>",
+        "It is here.<|im_end|>",
+    ]
+
+
 def test_a_resumed_and_an_extended_run_have_the_rows_of_each_step(
     folder: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     killed = tmp_path / "killed"
     shutil.copytree(folder / "gpt", killed)
-    shutil.rmtree(killed / "model")
-    shutil.rmtree(killed / "checkpoints/step-00000006")
-    status = read_json(killed / "status.json") | {"state": "running", "step": 5}
-    (killed / "status.json").write_text(json.dumps(status))
+    make_look_killed(killed, step=3)
     flags = [*TINY, "--dataset", str(folder / "text.txt")]
     train(tmp_path, "killed", GPT, flags)
     assert len(read_json(killed / "run.json")["starts"]) == 2

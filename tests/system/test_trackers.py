@@ -26,7 +26,6 @@ from tests.launching import (
     stop_group,
     wait_for_log_entries,
 )
-from tests.wandb_file import read_history
 from tests.wandb_server import Server, serving
 
 # Enough steps that the run does not end before it is killed.
@@ -170,16 +169,3 @@ def test_wandb_has_each_value_of_a_killed_run_of_two_processes_once(
     record = read_json(folder / "run.json")
     assert record["trackers"]["wandb"].startswith("http://127.0.0.1")
     assert "step    200/200" in (folder / "output.log").read_text()
-
-
-@long_form
-def test_wandb_offline_has_each_value_of_a_killed_run_once(text_file: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    kill_and_resume(folder, text_file, WANDB_FLAGS, env={"WANDB_MODE": "offline"})
-
-    latest_run = (folder / "wandb" / "latest-run").resolve()
-    [file] = latest_run.glob("*.wandb")
-    history = read_history(file)
-    assert [row["step"] for row in history] == [*range(STEPS + 1)]
-    assert values_in(history) == values_in(metrics(folder))
-    assert (latest_run / "files" / "output.log").exists()
