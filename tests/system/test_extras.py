@@ -13,42 +13,41 @@ from tests.launching import FINETUNE, SMALL_LLAMA, Ended, long_form, run, write_
 
 
 @pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a Python that has no extra, and a model that it has trained."""
+    folder = tmp_path_factory.mktemp("without-extras")
+    python = environment_with_extras(folder / "environment")
+    write_chats(folder / "chats.jsonl")
+    train(python, folder, "base", shlex.join(SMALL_LLAMA)).assert_ok()
+    return folder
 
 
-def train(python: Path, folder: Path, chats: Path, flags: str = "") -> Ended:
-    """Train a small Llama with random weights, or an adapter."""
-    words = shlex.split(
-        f"--block_size 64 --max_steps 3 --eval_fraction 0 --dataset {chats} "
-        f"--output_dir {folder} {flags}"
+def train(python: Path, folder: Path, name: str, flags: str) -> Ended:
+    options = shlex.split(
+        f"{flags} --block_size 64 --max_steps 3 --eval_fraction 0 --dataset {folder}/chats.jsonl "
+        f"--output_dir {folder}/{name}"
     )
-    return run([str(python), FINETUNE, *SMALL_LLAMA, *words])
-
-
-@pytest.fixture(scope="module")
-def without_extras(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python that has no extra."""
-    return environment_with_extras(tmp_path_factory.mktemp("without-extras") / "environment")
-
-
-@long_form
-def test_a_run_needs_no_extra(without_extras: Path, chats: Path, tmp_path: Path) -> None:
-    train(without_extras, tmp_path / "run", chats).assert_ok()
+    return run([str(python), FINETUNE, *options])
 
 
 @long_form
 @pytest.mark.parametrize(
-    ("extra", "flags"), [("lora", "--lora_r 4"), ("tensorboard", "--report_to tensorboard")]
+    ("extra", "feature", "packages"),
+    [
+        ("lora", "--lora_r 4", "llmtrain[lora]"),
+        ("tensorboard", "--report_to tensorboard", "pip install tensorboard"),
+    ],
 )
 def test_a_feature_needs_its_extra_and_nothing_else(
-    extra: str, flags: str, without_extras: Path, chats: Path, tmp_path: Path
+    extra: str, feature: str, packages: str, folder: Path, tmp_path: Path
 ) -> None:
-    ended = train(without_extras, tmp_path / "refused", chats, flags)
+    flags = f"--model_name_or_path {folder}/base/model --report_to none {feature}"
+    without_extras = folder / "environment" / "bin" / "python"
+
+    ended = train(without_extras, folder, f"without-{extra}", flags)
     assert ended.status == 2
     assert ended.err.count("\n") == 1
-    assert flags in ended.err
-    assert not (tmp_path / "refused").exists()
+    assert packages in ended.err
 
     python = environment_with_extras(tmp_path / "environment", extra)
-    train(python, tmp_path / "run", chats, flags).assert_ok()
+    train(python, folder, f"with-{extra}", flags).assert_ok()

@@ -53,12 +53,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- the recipe
 
 
-def test_the_recipe_learns_and_reports_its_metric_and_how_to_load_its_model(
-    recipe: Path, tmp_path: Path
-) -> None:
+def test_the_recipe_learns_and_logs_its_metric(recipe: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
 
-    ended = train(recipe, folder)
+    train(recipe, folder)
 
     losses = series(folder, "eval/loss")
     accuracies = series(folder, "eval/accuracy")
@@ -66,7 +64,6 @@ def test_the_recipe_learns_and_reports_its_metric_and_how_to_load_its_model(
     assert losses[60] < 0.6 * losses[0]
     assert accuracies[0] < 0.3
     assert 0.3 < accuracies[60] < 1
-    assert f"  accuracy {accuracies[60]:.4g}\n" in ended.out
 
 
 def test_the_recipe_can_be_planned(recipe: Path) -> None:
