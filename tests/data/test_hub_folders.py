@@ -137,18 +137,11 @@ def test_splits_and_files_can_be_mixed(chats, tmp_path):
     assert message.startswith(f"--eval_dataset {chats} has no split 'test'")
 
 
-def test_a_split_may_have_artificial_nulls_and_its_records_have_a_place(chats):
-    source = open_split(chats, "test_sft")
-    assert source.has_artificial_nulls
-    assert source.has_splits
-    place = next(source.records(None)).place
-    assert "test_sft" in place
-    assert place.endswith("row 0")
-
-
 def test_the_fingerprint_depends_on_the_content_and_the_split(chats, tmp_path):
     original = open_split(chats, "train_sft").fingerprint()
-    assert open_split(chats, "test_sft").fingerprint() != original
+    test_split = open_split(chats, "test_sft")
+    assert test_split.fingerprint() != original
+    assert test_split.first.place.endswith(", test_sft row 0")
 
     copy = shutil.copytree(chats, tmp_path / "copy")
     assert open_split(copy, "train_sft").fingerprint() == original

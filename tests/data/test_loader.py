@@ -244,6 +244,7 @@ def test_a_fingerprint_does_not_depend_on_the_order_or_division_of_rows(tokens):
     assert fingerprint(tokens[::-1]) == fingerprint(tokens)
     assert fingerprint(tokens[:2]) + fingerprint(tokens[2:]) == fingerprint(tokens)
     assert fingerprint(tokens[:0]) == 0
+    assert fingerprint(np.arange(10).reshape(2, 5)) == 2547627419, "runs have it in their records"
 
 
 def test_a_fingerprint_changes_if_two_rows_exchange_a_token(tokens):

@@ -1,5 +1,6 @@
 """Documents become rows without a token lost, doubled or moved, and are tokenised only once."""
 
+import json
 import random
 import re
 import threading
@@ -359,6 +360,17 @@ def test_a_saved_tokenizer_makes_the_rows_of_the_trained_one(tmp_path, long_text
     loaded = tokenize_texts(tmp_path, texts, tokenizer=str(tmp_path / "tokenizer"))
     assert stream_of(loaded.train) == stream_of(trained.train)
     assert loaded.metadata.data_sha256 == trained.metadata.data_sha256
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path):
+    folder = tmp_path / "tokenizer"
+    tokenize_texts(tmp_path, TEXTS).tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": [None, "code.Tokenizer"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text("raise RuntimeError('it was run')")
+    rows = tokenize_texts(tmp_path, TEXTS, tokenizer=str(folder))
+    assert documents_of(rows.train, rows) == TEXTS
 
 
 # --- the cache
