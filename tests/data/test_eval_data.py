@@ -218,7 +218,6 @@ def test_eval_data_without_a_usable_record_are_an_error(tmp_path, cache, task, r
         ("dataset_test_split", {"dataset_test_split": "test"}),
         ("dataset_test_split", {"dataset_test_split": ""}),
         ("dataset_train_split", {"dataset_train_split": "train_sft"}),
-        ("dataset_train_split", {"dataset_train_split": ""}),
         ("eval_fraction", {"eval_dataset": ["builtin:python-docs"], "eval_fraction": 0.1}),
         ("eval_fraction", {"dataset_test_split": "test", "eval_fraction": 0.1}),
         ("max_train_samples", {"max_train_samples": 0}),

@@ -76,7 +76,6 @@ FILES = {
     "parts.jsonl.zst": b"".join(zstd(line) for line in LINES.splitlines(keepends=True)),
     "table.csv": csv_text(),
     "begins-with-a-byte-order-mark.csv": BOM + csv_text().encode(),
-    "table.csv.gz": gz(csv_text()),
     "table.parquet": PARQUET,
 }
 
@@ -165,7 +164,6 @@ BAD_CONTENT = {
     "half-lines.json": ('{"a": 1}\n{"a": 2}\noops\n', "line 3"),
     # Lines.
     "cut.jsonl": ('{"text": "a"}\n\n{"text": "b', "line 3"),
-    "two-objects.jsonl": ('{"text": "b"} {"text": "c"}', "line 1"),
     "deep.jsonl": ("[" * 100_000, "line 1"),
     "null.jsonl": ('{"text": "a"}\nnull\n', "line 2"),
     "long-number.jsonl": (f'{{"text": "a"}}\n{{"n": {"1" * 5000}}}\n', "line 2"),

@@ -216,7 +216,6 @@ def test_the_documentation_of_python_is_more_than_a_megabyte():
     source = open_source("builtin:python-docs")
     texts = list(documents(source, "text"))
     assert sum(map(len, texts)) > 1_000_000
-    assert all(texts)
 
     fingerprint = source.fingerprint()
     assert open_source("builtin:python-docs").fingerprint() == fingerprint
