@@ -21,12 +21,8 @@ def command(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def two_machines(mbit: int | None = None) -> Iterator[list[str]]:
-    """Make two namespaces that reach only each other, and yield their names.
-
-    Args:
-        mbit: the rate in Mbit/s at which each may send.
-    """
+def two_machines() -> Iterator[list[str]]:
+    """Make two namespaces that reach only each other, and yield their names."""
     if shutil.which("ip") is None:
         raise UnavailableError("needs iproute2 (the ip command)")
     with contextlib.ExitStack() as cleanup:
@@ -35,8 +31,6 @@ def two_machines(mbit: int | None = None) -> Iterator[list[str]]:
                 command("ip", "netns", "add", name)
                 cleanup.callback(command, "ip", "netns", "delete", name)
             _connect()
-            if mbit is not None:
-                _limit_rate(mbit)
         except subprocess.CalledProcessError as error:
             raise UnavailableError(
                 f"may not make network namespaces here: {error.stderr.strip()}"
@@ -50,13 +44,6 @@ def _connect() -> None:
         _call(f"ip -n {name} address add {ADDRESS[name]}/24 dev cable0")
         _call(f"ip -n {name} link set lo up")
         _call(f"ip -n {name} link set cable0 up")
-
-
-def _limit_rate(mbit: int) -> None:
-    for name in (FIRST, SECOND):
-        _call(
-            f"tc -n {name} qdisc add dev cable0 root tbf rate {mbit}mbit burst 256kbit latency 50ms"
-        )
 
 
 def _call(line: str) -> None:

@@ -179,11 +179,6 @@ class Undecorated(lt.Config):
 
 
 @dataclass
-class WithDictionary(lt.Config):
-    sizes: dict[str, int] = lt.flag({}, "sizes by name")
-
-
-@dataclass
 class UnknownAnnotation(lt.Config):
     size: "Intt" = lt.flag(3, "a size")  # type: ignore[name-defined]  # noqa: F821
 
@@ -195,7 +190,6 @@ class UnknownAnnotation(lt.Config):
         (WithoutFlag, ["WithoutFlag.size", 'size: int = lt.flag(3, "what it is")']),
         (UnknownPart, ["UnknownPart.size", "'loss'"]),
         (Undecorated, ["Undecorated", "@dataclass"]),
-        (WithDictionary, ["WithDictionary.sizes"]),
         (UnknownAnnotation, ["UnknownAnnotation.size", "'Intt'"]),
     ],
 )

@@ -21,7 +21,6 @@ def test_sizes(size: float, text: str) -> None:
     [
         ("80gb", 80e9),
         ("24gib", 24 * 2**30),
-        ("800 MB", 800e6),
         ("2tib", 2 * 1024**4),
     ],
 )
@@ -40,7 +39,6 @@ def test_what_is_no_size_is_refused_in_one_line(text: str) -> None:
     [
         (0, "0 s"),
         (1.904e-4, "190 µs"),
-        (0.00152, "1.52 ms"),
         (120, "2.00 min"),
         (48 * 3600, "2.00 d"),
     ],

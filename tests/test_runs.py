@@ -116,39 +116,28 @@ def test_a_base_model_that_has_changed_is_named(
     assert f"{base} has other weights than the run began with" in changed.out
 
 
-def test_json_has_the_content_of_the_lines(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    DAMAGE["a truncated file"](run / "checkpoints/step-00000030")
-    lines = check(capsys, run).lines
-
-    status, out, _ = run_cli(capsys, "runs", "check", str(run), "--json")
-
-    report = json.loads(out)
-    assert status == 1
-    assert report["well"] is False
-    assert "asked to stop by SIGTERM" in report["summary"]
-    checkpoints = report["checkpoints"]
-    assert {entry["step"]: entry["eval_loss"] for entry in checkpoints} == EVAL_LOSSES
-    assert checkpoints[0]["fault"] in lines[30]
-    # A resume loads the newest that is intact.
-    assert [entry["is_resumable"] for entry in checkpoints] == [False, True, False]
-
-
 @pytest.mark.parametrize("damage", ["a truncated file", "a missing manifest"])
 def test_damage_is_named_and_the_check_names_the_checkpoint_that_a_resume_loads(
     damage: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = run / "checkpoints" / "step-00000030"
     DAMAGE[damage](damaged)
+    fault = checkpoint.find_fault(damaged)
+    assert fault
 
     result = check(capsys, run)
-
-    fault = checkpoint.find_fault(damaged)
     assert result.status == 1
-    assert fault
     assert fault in result.lines[30]
     assert "intact" not in result.lines[30]
-
     assert result.steps_with("a resume loads this one") == [20]
+
+    status, out, _ = run_cli(capsys, "runs", "check", str(run), "--json")
+    report = json.loads(out)
+    assert (status, report["well"]) == (1, False)
+    checkpoints = report["checkpoints"]
+    assert {entry["step"]: entry["eval_loss"] for entry in checkpoints} == EVAL_LOSSES
+    assert checkpoints[0]["fault"] == fault
+    assert [entry["is_resumable"] for entry in checkpoints] == [False, True, False]
     assert newest_valid(run / "checkpoints", False, "mine") == run / "checkpoints/step-00000020"
 
 

@@ -36,7 +36,6 @@ def set_variables(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
     ("requested", "device", "sharded", "precision"),
     [
         (None, "a GPU with bfloat16", False, "bf16"),
-        (None, "a GPU with bfloat16", True, "bf16"),
         (None, "a GPU that emulates it", False, "fp16"),
         (None, "a GPU that emulates it", True, "no"),
         (None, "a CPU", False, "no"),

@@ -9,7 +9,7 @@ import pytest
 from llmtrain.config.command_line import parse
 from llmtrain.config.flag_parser import FlagParser
 from llmtrain.config.flags import configs_of
-from llmtrain.config.unknown_names import did_you_mean, hint_for, hints
+from llmtrain.config.unknown_names import hint_for, hints
 from llmtrain.errors import UserError
 from tests.launching import ROOT
 
@@ -81,9 +81,3 @@ def test_each_hint_is_printed_and_names_only_flags_of_the_recipe_that_prints_it(
 )
 def test_a_misspelled_flag_gets_the_nearest_flag_of_the_recipe(typo: str, flag: str) -> None:
     assert f"unknown flag --{typo} - did you mean --{flag}?" in error_of("finetune", f"--{typo}")
-
-
-@pytest.mark.parametrize("name", ["packing_strategy", "fp8", "use_vllm", "clip", "verbose"])
-def test_a_flag_that_resembles_none_gets_no_suggestion(name: str) -> None:
-    parser = FlagParser(configs_of(RECIPES["finetune"]))
-    assert did_you_mean(f"--{name}", parser._flags) == ""
