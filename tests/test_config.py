@@ -195,7 +195,6 @@ def test_a_run_does_not_change_the_defaults_of_the_recipe(flags: str) -> None:
         ("no_stuffed: true", "--stuffed false"),
         ("name: -x", "--name=-x"),
         ("name: ''", "--name ''"),
-        ("maker: none", "--maker none"),
         ("parts: ['- a', '-b c']", "--parts '- a' '-b c'"),
         ("shifts: [1, -2]", "--shifts 1 -2"),
     ],

@@ -138,9 +138,3 @@ def test_changelog_and_citation_have_this_version() -> None:
     assert newest is not None
     assert newest[1] == llmtrain.__version__
     assert f"\nversion: {llmtrain.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-
-
-def test_every_target_that_a_workflow_makes_is_there() -> None:
-    for workflow in ROOT.glob(".github/workflows/*.yml"):
-        for target in re.findall(r"run: make (\S+)", workflow.read_text()):
-            assert f"\n{target}:" in (ROOT / "Makefile").read_text(), target
