@@ -267,7 +267,7 @@ class Job:
 
     def wait_for_steps(self, count: int) -> None:
         path = self.run / "metrics.jsonl"
-        wait_until(lambda: path.exists() and len(metrics(self.run)) >= count, 90)
+        wait_until(lambda: path.exists() and len(metrics(self.run)) >= count, 240)
 
     def wait_for_state(self, state: str) -> None:
         """Wait until the job is in a state, such as PENDING. It must not end in another one."""
@@ -377,7 +377,7 @@ def test_a_job_that_reaches_its_time_limit_is_requeued_if_it_has_made_progress(
     hangs = submit("hangs", save_steps=1)
     makes_nothing = submit("nothing", pause=LONGER_THAN_THE_TEST)
     saves.wait_for_steps(1)
-    wait_until(lambda: hangs.checkpoints != [], 90)
+    wait_until(lambda: hangs.checkpoints != [], 240)
     # It cannot finish its next step in time to save, so Slurm kills it, and the third job too.
     hangs.pause(LONGER_THAN_THE_TEST)
     for job in (saves, hangs, makes_nothing):
