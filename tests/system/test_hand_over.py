@@ -207,6 +207,10 @@ def test_llmtrain_reads_the_model_that_trl_has_saved(
     after = TextModel(str(grpo_run.saved))
     assert after.stop_token_ids == before.stop_token_ids
     assert after.tokenizer.chat_template == before.tokenizer.chat_template
+    weights = before.model.state_dict()
+    assert not all(
+        torch.equal(tensor, weights[name]) for name, tensor in after.model.state_dict().items()
+    ), "GRPO has trained"
 
     capsys.readouterr()
     main(shlex.split(f"eval {grpo_run.saved} --dataset {conversations} --json"))
@@ -214,7 +218,6 @@ def test_llmtrain_reads_the_model_that_trl_has_saved(
     loss = json.loads(capsys.readouterr().out)["loss"]
     model = AutoModelForCausalLM.from_pretrained(grpo_run.saved).eval()
     assert loss == pytest.approx(loss_of(model, answers), rel=1e-5)
-    assert loss != pytest.approx(grpo_run.first_loss, rel=1e-5), "GRPO has trained"
 
 
 # --- adapters

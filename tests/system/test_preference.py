@@ -97,6 +97,7 @@ def test_verify_finds_a_planted_bug_and_names_its_effect(
 # --- from text to preferences
 
 
+@long_form
 def test_each_recipe_continues_with_the_model_of_the_one_before(
     pairs: Path, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
