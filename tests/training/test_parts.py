@@ -322,7 +322,8 @@ def test_the_hooks_of_a_step_run_after_its_optimizer_step_and_before_its_save(
     train_gpt(callbacks=[recorder])
 
     # Step 4 ends with an evaluation and a checkpoint.
-    assert recorder.calls[:2] == ["train begin", "evaluate"]
+    assert recorder.calls[0] == "train begin"
+    assert recorder.calls.index("evaluate") < recorder.calls.index("begin")
     step_4 = recorder.calls.index("end 4 stepped=True saved=0")
     assert recorder.calls[step_4 - 1 : step_4 + 6] == [
         "begin",

@@ -167,21 +167,13 @@ def test_the_vocabulary_is_the_largest_number_plus_1(rows: lt.Tokenized) -> None
 # --- commands
 
 
-def test_commands_read_runs_without_a_tokenizer_or_name_the_module(
-    train: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_text_needs_a_tokenizer(
+    train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders = [str(train("numbers-a").folder), str(train("second").folder)]
-    page = tmp_path / "page.html"
-
-    command(["report", *folders, "--output", str(page)])
-    assert "numbers-a" in page.read_text()
-
-    with pytest.raises(SystemExit) as ended:
-        command(["diff", *folders])
-    assert ended.value.code == 0
+    folder = train().folder
 
     with pytest.raises(SystemExit):
-        command(["generate", folders[0]])
+        command(["generate", str(folder)])
     assert "holds the weights of Successor, a torch module" in capsys.readouterr().err
     with pytest.raises(UserError, match="--sample_prompts needs a tokenizer"):
         train(sample_prompts=["1"])
