@@ -39,7 +39,8 @@ def test_a_metric_does_not_depend_on_the_layout_or_the_engine(
     assert reference.keys() == METRICS
     assert reference["rows"] == 11
     assert reference["loss/first"] != reference["loss/second"]
-    assert reference["accuracy"] == reference["accuracy_by_forward"]
+    if model != "llama":  # called by itself, it lets the packed documents of a row see each other
+        assert reference["accuracy"] == reference["accuracy_by_forward"]
 
     for engine in ("DDP", "FSDP2", "bitwise"):
         metrics = on_two_processes[model][engine]
