@@ -8,8 +8,7 @@ from tests.launching import read_json, torchrun
 
 def test_how_three_ranks_exchange_gradients(tmp_path: Path) -> None:
     path = tmp_path / "comparison.json"
-    command = [*torchrun(3), "tests/system/exchange_ranks.py", str(path)]
-    ended = run_forked(command).assert_ok()
+    ended = run_forked([*torchrun(3), "tests/system/exchange_ranks.py", str(path)]).assert_ok()
     comparison = read_json(path)
 
     assert comparison["has_same_bits_if_watched"]
