@@ -44,7 +44,6 @@ def train(
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code = code_of_page(r"```python\n(.*?)```")
-    assert code.count("\n") < 80, "a recipe is short"
     path = tmp_path_factory.mktemp("own") / "sums.py"
     path.write_text(code)
     return path
@@ -69,7 +68,6 @@ def test_the_recipe_learns_and_logs_its_metric(recipe: Path, tmp_path: Path) -> 
 def test_the_recipe_can_be_planned(recipe: Path) -> None:
     plan = build_recipe_model(str(recipe), ["--max_steps", "60"], "no")
     assert plan.class_name == "Recurrent"
-    assert plan.settings.optim.max_steps == 60
     assert sum(parameter.numel() for parameter in plan.model.parameters()) == 58_381
 
 
