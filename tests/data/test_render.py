@@ -370,6 +370,11 @@ def test_a_prompt_that_begins_the_reasoning_is_followed_by_its_rest(content, tar
     assert target_texts(make(R1), chat("a", content, "c", content)) == [target, target]
 
 
+@pytest.mark.parametrize(("template", "asked_turns"), [(CHATML, 0), (SWITCHED, 1)])
+def test_only_a_template_with_the_option_is_asked_for_no_reasoning(template, asked_turns):
+    assert render(make(template), USER, ASSISTANT).counts["no_thinking_turns"] == asked_turns
+
+
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
 @pytest.mark.parametrize(
     ("template", "target", "hidden_turns"),
