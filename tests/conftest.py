@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -20,6 +21,10 @@ for name in [*os.environ]:
 
 # Under nohup, runs that the tests start would ignore it.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# An example may take long on a busy machine.
+settings.register_profile("busy", deadline=None)
+settings.load_profile("busy")
 
 # If an assertion in a module that tests share fails, pytest shows its values as in a file of tests.
 pytest.register_assert_rewrite("tests.data")
