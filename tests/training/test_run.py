@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import pickle
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -541,14 +542,20 @@ def test_the_number_of_skipped_steps_and_compilation_are_restored(
         finish(run, small_model.model)
 
 
-def test_twice_the_time_of_the_longest_save_is_kept_free_before_a_deadline(
+def test_a_save_is_in_the_status_and_twice_its_time_is_kept_free_before_the_deadline(
     start, small_model: SmallModel
 ) -> None:
     with start() as run:
         run.saver.longest_seconds = 50.0
         small_model.save(run, 1)
+        status = status_of(run.folder)
+        assert (status["state"], status["step"]) == ("running", 1)
 
         assert run.deadline.reserved["save"] == 2 * 50.0
+        assert not run.wants_to_stop()
+        run.deadline.reason = "time is up"
+        run.deadline.at = time.monotonic() + 2 * 50.0
+        assert run.wants_to_stop()
         finish(run, small_model.model)
 
 
