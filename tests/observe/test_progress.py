@@ -2,9 +2,11 @@
 
 import io
 import re
+from typing import Any
 
 import pytest
 
+from llmtrain.interfaces.callback import StepInfo
 from llmtrain.observe import progress
 from llmtrain.observe.progress import ProgressBar
 
@@ -25,13 +27,14 @@ def train(monkeypatch: pytest.MonkeyPatch):
 
     def train(stderr: io.StringIO, shown: bool = True, every_entry: bool = False) -> str:
         seconds = 100.0
+        unused: Any = None
         monkeypatch.setattr(progress.time, "monotonic", lambda: seconds)
         monkeypatch.setattr("sys.stderr", stderr)
 
         bar = ProgressBar(shown=shown, step=10, max_steps=50, every_entry=every_entry)
         for step in range(11, 51):
             seconds += 3.0
-            bar.bar.update()
+            bar.on_step_end(unused, unused, StepInfo(step, is_last=step == 50, should_stop=False))
             bar.on_log(step, ENTRY)
         bar.on_train_end()
         return stderr.getvalue()
