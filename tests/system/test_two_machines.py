@@ -2,7 +2,6 @@
 
 import shlex
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,25 +21,7 @@ from tests.launching import (
     wait,
     wait_for_log_entries,
 )
-from tests.machines import (
-    ADDRESS,
-    FIRST,
-    SECOND,
-    UnavailableError,
-    command,
-    on_machine,
-    two_machines,
-)
-
-
-@pytest.fixture(scope="module")
-def machines() -> Iterator[list[str]]:
-    """Yield the names of two machines that reach each other."""
-    try:
-        with two_machines() as names:
-            yield names
-    except UnavailableError as error:
-        pytest.skip(str(error))
+from tests.machines import ADDRESS, FIRST, SECOND, command, on_machine
 
 
 def start_on(
