@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from llmtrain.interfaces.model_bundle import TensorConverter
+from llmtrain.json_types import Json
 from llmtrain.record.checkpoint import path_of
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState
@@ -35,10 +36,29 @@ class Files:
         return unchanged
 
 
+def save_step(saver: Saver, step: int, size: int = 300, **state: Json) -> None:
+    """Save a checkpoint whose weights are the step, and whose moments are twice the step.
+
+    Args:
+        saver: saves it.
+        step: the step after which it is saved.
+        size: the number of weights.
+        **state: further entries of ``state.json``.
+    """
+    weights = {"w": torch.full((size,), float(step))}
+    moments = {"w.exp_avg": weights["w"] * 2}
+    saver.save(
+        step=step,
+        weights=weights,
+        states={"optimizer": FlatState({}, moments)},
+        state={"step": step, **state},
+    )
+
+
 def save_checkpoint(
     folder: Path, step: int, loss: float | None = None, fingerprint: str = "mine"
 ) -> Path:
-    """Save a checkpoint whose weights are the step, and whose moments are twice the step.
+    """Save a small checkpoint, and delete none.
 
     Args:
         folder: the folder of checkpoints.
@@ -49,15 +69,8 @@ def save_checkpoint(
     Returns:
         The path of the checkpoint.
     """
-    weights = {"w": torch.full((64,), float(step))}
-    moments = {"w.exp_avg": weights["w"] * 2}
     saver = Saver(folder, Files(), keep=100)
-    saver.save(
-        step=step,
-        weights=weights,
-        states={"optimizer": FlatState({}, moments)},
-        state={"step": step, "eval_loss": loss, "fingerprint_sha256": fingerprint},
-    )
+    save_step(saver, step, eval_loss=loss, fingerprint_sha256=fingerprint)
     return path_of(folder, step)
 
 

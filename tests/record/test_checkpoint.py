@@ -32,9 +32,9 @@ def test_a_checkpoint_holds_the_tensors_and_the_state_that_were_saved(tmp_path: 
     assert find_fault(path) is None
     assert read_state(path)["step"] == 7
     weights = load_file(path / "model/model.safetensors")
-    torch.testing.assert_close(weights, {"w": torch.full((64,), 7.0)}, rtol=0, atol=0)
+    torch.testing.assert_close(weights, {"w": torch.full((300,), 7.0)}, rtol=0, atol=0)
     moments = load_file(path / "optimizer/state.safetensors")
-    torch.testing.assert_close(moments, {"w.exp_avg": torch.full((64,), 14.0)}, rtol=0, atol=0)
+    torch.testing.assert_close(moments, {"w.exp_avg": torch.full((300,), 14.0)}, rtol=0, atol=0)
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 

@@ -21,19 +21,12 @@ from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, re
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState
 from tests.launching import ROOT, bound
-from tests.record.checkpoint_files import Files
+from tests.record.checkpoint_files import Files, save_step
 from tests.record.power import Disk, watched
 from tests.waiting import wait_until
 
 KILLS = int(os.environ.get("LLMTRAIN_WRITER_KILLS", "20"))
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-
-def save(saver: Saver, step: int) -> None:
-    weights = {"w": torch.full((500,), float(step))}
-    moments = {"w.exp_avg": weights["w"] * 2}
-    states = {"optimizer": FlatState({}, moments)}
-    saver.save(step=step, weights=weights, states=states, state={"step": step})
 
 
 def faults_at_restart(folder: Path, reported_step: int) -> list[str]:
@@ -60,7 +53,7 @@ def cut_power_at_each_operation(tmp_path: Path) -> dict[str, list[str]]:
     folder = tmp_path / "checkpoints"
     saver = Saver(folder, Files(), keep=2)
     for step in (10, 20):
-        save(saver, step)
+        save_step(saver, step)
 
     disk = Disk(folder)
     reported_step = 20
@@ -74,7 +67,7 @@ def cut_power_at_each_operation(tmp_path: Path) -> dict[str, list[str]]:
 
     with watched(disk, cut_power) as call_back:
         for step in (30, 40):
-            save(saver, step)
+            save_step(saver, step)
             reported_step = step
             call_back("the next step")
     return faults_by_cut
@@ -153,7 +146,7 @@ def crash_in_save(folder: Path, crash: CrashAfter) -> str | None:
         patch.setattr(shutil, "rmtree", rmtree)
         patch.setattr(hashlib, "sha256", sha256)
         try:
-            save(saver, 30)
+            save_step(saver, 30)
         except CrashError as error:
             return str(error)
     return None
@@ -167,7 +160,7 @@ def test_no_checkpoint_is_lost_if_the_process_ends_at_any_operation(
     while True:
         folder = tmp_path / str(operations)
         for step in (10, 20):
-            save(Saver(folder, Files(), keep=2), step)
+            save_step(Saver(folder, Files(), keep=2), step)
 
         crash = crash_in_save(folder, CrashAfter(operations))
         if crash is None:

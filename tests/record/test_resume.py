@@ -3,15 +3,13 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from llmtrain.errors import UserError
 from llmtrain.files import digest, write_json
 from llmtrain.json_types import JsonObject
 from llmtrain.record.resume import ResumePoint, choose_folder
 from llmtrain.record.saver import Saver
-from llmtrain.record.state_tree import FlatState
-from tests.record.checkpoint_files import Files
+from tests.record.checkpoint_files import Files, save_step
 
 
 def fingerprint_of(seed: int) -> JsonObject:
@@ -37,13 +35,7 @@ def stopped_run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     fingerprint = fingerprint_of(seed=0)
     identity = {"fingerprint": fingerprint, "fingerprint_sha256": digest(fingerprint)}
-    weights = {"w": torch.zeros(2)}
-    Saver(folder / "checkpoints", Files(), keep=1).save(
-        step=10,
-        weights=weights,
-        states={"optimizer": FlatState({}, {"w.exp_avg": weights["w"]})},
-        state={"step": 10, "tokens": 320, **identity},
-    )
+    save_step(Saver(folder / "checkpoints", Files(), keep=1), 10, tokens=320, **identity)
     write_json(
         folder / "run.json", {"format_version": 1, "run_id": "abc", "starts": [], **identity}
     )

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from llmtrain.errors import UserError
+from llmtrain.parallel.team import Team
 from llmtrain.record.run_description import check_ranks_agree, named_difference, run_description
 from llmtrain.record.running_code import code_digest, git_commit
-from tests.record.two_ranks import TwoRanks
 
 ImportHelper = Callable[[str], Path]
 
@@ -48,44 +48,21 @@ def import_helper(script: Path, monkeypatch: pytest.MonkeyPatch) -> ImportHelper
 # --- the digest of the code
 
 
-@pytest.mark.parametrize("name", ["llmtrain_helper.py", "lib/llmtrain_nested.py"])
-def test_the_digest_covers_imported_modules_next_to_the_script(
-    name: str, import_helper: ImportHelper
+@pytest.mark.parametrize("name", ["train.py", "llmtrain_helper.py", "lib/llmtrain_nested.py"])
+def test_the_digest_covers_the_script_and_modules_next_to_it(
+    name: str, script: Path, import_helper: ImportHelper
 ) -> None:
-    helper = import_helper(name)
-    before = code_digest()
-    assert code_digest() == before
-
-    helper.write_text("RATE = 2\n")
-
-    assert code_digest() != before
-
-
-def test_the_digest_covers_the_script(script: Path) -> None:
-    before = code_digest()
-
-    script.write_text("RATE = 2\n")
-
-    assert code_digest() != before
-
-
-def test_the_digest_covers_modules_that_are_imported_later(
-    script: Path, import_helper: ImportHelper
-) -> None:
-    helper = script.parent / "llmtrain_helper.py"
+    script.write_text("import llmtrain_helper\ndef train():\n    from lib import llmtrain_nested\n")
     nested = script.parent / "lib" / "llmtrain_nested.py"
     nested.parent.mkdir()
-    for module in (helper, nested):
-        module.write_text("RATE = 1\n")
-    script.write_text(
-        "def train():\n    import llmtrain_helper\n    from lib import llmtrain_nested\n"
-    )
-
+    nested.write_text("RATE = 1\n")
+    import_helper("llmtrain_helper.py")
     before = code_digest()
-    import_helper(helper.name)
-    assert code_digest() == before, "importing a module changes nothing"
+    import_helper("lib/llmtrain_nested.py")
+    assert code_digest() == before, "importing a module later changes nothing"
 
-    nested.write_text("RATE = 2\n")
+    (script.parent / name).write_text("RATE = 2\n")
+
     assert code_digest() != before
 
 
@@ -101,46 +78,57 @@ def test_the_digest_leaves_out_installed_packages_and_other_scripts(
     assert code_digest() == before
 
 
-# --- ranks with other code
+# --- ranks that would train different things
 
 
-def describe() -> dict[str, Any]:
-    return run_description(fingerprint={}, settings={}, precision="no")
+class TwoRanks(Team):
+    """Stands for two ranks. This one is rank 0, and the other one always has the same answer."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def on_all(self, action: Callable[[], Any]) -> list[Any]:
+        return [action(), self.answer]
+
+
+def describe(*, seed: int = 0, dataset: str = "here", data: str = "abc") -> dict[str, Any]:
+    settings = {
+        "seed": {"value": seed, "from": "recipe"},
+        "dataset": {"value": dataset, "from": "command line"},
+    }
+    return run_description(fingerprint={"data": data}, settings=settings, precision="no")
+
+
+def test_ranks_that_would_train_different_things_stop_with_both_values() -> None:
+    others = {
+        "flags: seed 1 there, 0 here.": describe(seed=1),
+        "data: xyz there, abc here.": describe(data="xyz"),
+        "versions: ": describe() | {"versions": {}},
+    }
+    for difference, other in others.items():
+        with pytest.raises(UserError, match=f"^rank 1 differs from rank 0 in {difference}"):
+            check_ranks_agree(TwoRanks(other), describe())
 
 
 def test_ranks_with_different_modules_stop_with_the_name_of_the_file(
-    import_helper: ImportHelper,
+    script: Path, import_helper: ImportHelper
 ) -> None:
+    script_alone = TwoRanks(describe())
     helper = import_helper("llmtrain_helper.py")
-    team = TwoRanks(describe())
+    check_ranks_agree(script_alone, describe())
+    script_and_helper = TwoRanks(describe())
 
     helper.write_text("RATE = 2\n")
-
     with pytest.raises(UserError, match=r"rank 1 differs from rank 0 in code: llmtrain_helper\.py"):
-        check_ranks_agree(team, describe())
+        check_ranks_agree(script_and_helper, describe())
 
-
-def test_a_rank_may_import_a_module_that_the_other_ranks_do_not_need(
-    import_helper: ImportHelper,
-) -> None:
-    team = TwoRanks(describe())
-
-    import_helper("llmtrain_helper.py")
-
-    check_ranks_agree(team, describe())
-
-
-def test_ranks_that_were_started_with_different_scripts_stop(
-    script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    team = TwoRanks(describe())
-
-    other_script = script.with_name("other.py")
-    other_script.write_text("RATE = 2\n")
-    monkeypatch.setattr("sys.argv", [str(other_script)])
-
+    script.write_text("RATE = 2\n")
     with pytest.raises(UserError, match="rank 1 differs from rank 0 in code: script"):
-        check_ranks_agree(team, describe())
+        check_ranks_agree(script_alone, describe())
+
+
+def test_ranks_may_have_their_data_in_different_places() -> None:
+    check_ranks_agree(TwoRanks(describe(dataset="there")), describe(dataset="here"))
 
 
 # --- the git commit
@@ -174,83 +162,41 @@ def test_the_commit_of_a_run_says_whether_tracked_files_have_changed(script: Pat
 
 RECORD = {
     "dataset": "a.txt",
-    "records": 3,
     "train_tokens": 100,
-    "eval_tokens": 10,
     "tokenizer": "byte",
     "vocabulary": 257,
     "settings": {"model_name_or_path": {"value": "runs/base/model"}},
 }
+WEIGHTS = {"weights": {"sha256": "0" * 64}, "lora": None}
+OTHER_WEIGHTS = {"weights": {"sha256": "1" * 64}, "lora": None}
+OTHER_MODEL = {"settings": {"model_name_or_path": {"value": "runs/other/model"}}}
 
 
 @pytest.mark.parametrize(
-    ("key", "changes", "message"),
+    ("key", "before", "now", "changes", "message"),
     [
-        pytest.param("data", {"dataset": "b.txt"}, "a.txt there, b.txt here", id="another file"),
+        pytest.param("data", "0", "1", {"dataset": "b"}, "a.txt there, b here", id="file"),
+        pytest.param("data", "0", "1", {"train_tokens": 90}, "100 there, 90 here", id="size"),
+        pytest.param("data", "0", "1", {}, "a.txt has another content", id="content"),
+        pytest.param("tokenizer", "0", "1", {"vocabulary": 60}, "257 there, 60", id="tokenizer"),
         pytest.param(
-            "data",
-            {"train_tokens": 90},
-            "a.txt has another content (train tokens 100 there, 90 here)",
-            id="another size",
+            "initial_weights",
+            WEIGHTS,
+            OTHER_WEIGHTS | {"lora": {"lora_r": 4}},
+            OTHER_MODEL,
+            "runs/base/model there, runs/other/model here, lora None there, {'lora_r': 4} here",
+            id="model and LoRA",
         ),
         pytest.param(
-            "data", {}, "a.txt has another content (of the same size)", id="another content"
-        ),
-        pytest.param(
-            "tokenizer",
-            {"tokenizer": "char", "vocabulary": 60},
-            "byte there, char here, vocabulary 257 there, 60 here",
-            id="another tokenizer",
+            "initial_weights", WEIGHTS, OTHER_WEIGHTS, {}, "has other weights now", id="weights"
         ),
     ],
 )
-def test_a_difference_between_hashes_names_the_files(key: str, changes: dict, message: str) -> None:
-    difference = named_difference(
-        key,
-        before="0" * 64,
-        now="1" * 64,
-        before_record=RECORD,
-        now_record=RECORD | changes,
-    )
-
-    assert difference == message
-
-
-def test_a_difference_between_hashes_without_a_record_shows_the_hashes() -> None:
-    difference = named_difference(
-        "data", before="abc", now="xyz", before_record={}, now_record=RECORD
-    )
-
-    assert difference == "abc there, xyz here"
-
-
-@pytest.mark.parametrize(
-    ("model", "now", "message"),
-    [
-        pytest.param(
-            "runs/other/model",
-            {"weights": {"sha256": "1" * 64}, "lora": {"lora_r": 4}},
-            "model runs/base/model there, runs/other/model here, "
-            "lora None there, {'lora_r': 4} here",
-            id="another model with LoRA",
-        ),
-        pytest.param(
-            "runs/base/model",
-            {"weights": {"sha256": "1" * 64}, "lora": None},
-            "runs/base/model has other weights now",
-            id="other weights",
-        ),
-    ],
-)
-def test_a_difference_between_initial_weights_names_the_models(
-    model: str, now: dict[str, Any], message: str
+def test_a_difference_between_hashes_names_files_and_models(
+    key: str, before: Any, now: Any, changes: dict[str, Any], message: str
 ) -> None:
     difference = named_difference(
-        "initial_weights",
-        before={"weights": {"sha256": "0" * 64}, "lora": None},
-        now=now,
-        before_record=RECORD,
-        now_record=RECORD | {"settings": {"model_name_or_path": {"value": model}}},
+        key, before=before, now=now, before_record=RECORD, now_record=RECORD | changes
     )
 
-    assert difference == message
+    assert message in difference

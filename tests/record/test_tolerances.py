@@ -54,10 +54,8 @@ def test_the_deviation_of_a_run_covers_values_and_missing_steps(
     [
         pytest.param(math.nan, math.nan, 0, id="NaN and NaN"),
         pytest.param(math.nan, 1.0, math.inf, id="NaN and a number"),
-        pytest.param([1, 2], [1, 2], 0, id="equal lists"),
         pytest.param([1, 2], [2, 1], math.inf, id="different lists"),
         pytest.param(0.0, 1e-30, 1, id="zero and a tiny number"),
-        pytest.param(0, 0.0, 0, id="zeros"),
     ],
 )
 def test_values_other_than_numbers_agree_only_with_themselves(
@@ -71,11 +69,6 @@ def test_counts_have_no_tolerance() -> None:
 
     assert QUANTITIES["target_tokens"].limit(tolerance) == 0
     assert QUANTITIES["loss"].limit(tolerance) > 0
-
-
-def test_other_names_of_precisions_have_the_tolerance_of_known_ones() -> None:
-    assert tolerance_of("no") == tolerance_of("float32")
-    assert tolerance_of("fp8") == tolerance_of("fp16"), "unknown ones are taken for half precision"
 
 
 def test_weights_differ_by_the_relative_norm_of_their_difference() -> None:

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from llmtrain.files import copy_lines_up_to
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.record import tracking
-from llmtrain.record.trackers.tracker import Position, TrackedRun, Tracker
+from llmtrain.record.trackers.tracker import TrackedRun, Tracker
 from llmtrain.record.tracking import Metrics
 from tests.launching import read_json
 from tests.waiting import wait_until
@@ -34,7 +34,6 @@ class FakeTracker(Tracker):
         self.before_log = before_log
         self.inner = self
         self.entries: list[dict[str, float]] = []
-        self.samples: list[tuple[int, int]] = []  # number of samples, step
         self.checkpoints: list[str] = []
         self.exit_code: int | None = None
         self.finished = threading.Event()
@@ -48,9 +47,6 @@ class FakeTracker(Tracker):
     def log(self, numbers: dict[str, float]) -> None:
         self.before_log(int(numbers["step"]))
         self.entries.append(numbers)
-
-    def log_samples(self, samples: list[dict[str, Any]], step: int) -> None:
-        self.samples.append((len(samples), step))
 
     def log_checkpoint(self, path: Path) -> None:
         self.checkpoints.append(path.name)
@@ -89,22 +85,6 @@ def entries_in(folder: Path) -> list[dict[str, Any]]:
 # --- what trackers get
 
 
-def test_trackers_get_all_log_entries_and_the_exit_code(start, tmp_path: Path) -> None:
-    wandb = FakeTracker("wandb")
-    tensorboard = FakeTracker("tensorboard")
-    metrics = start(wandb, tensorboard)
-
-    for step in range(1000):
-        metrics.write({"step": step, "train/loss": step / 3})
-    metrics.close(exit_code=1)
-
-    entries = [{"step": step, "train/loss": step / 3} for step in range(1000)]
-    assert entries_in(tmp_path) == entries
-    for tracker in (wandb, tensorboard):
-        assert tracker.entries == entries
-        assert tracker.exit_code == 1
-
-
 def test_of_values_of_all_ranks_trackers_get_the_largest(start) -> None:
     """It belongs to the rank that the others wait for, or that runs out of memory first."""
     wandb = FakeTracker("wandb")
@@ -113,33 +93,17 @@ def test_of_values_of_all_ranks_trackers_get_the_largest(start) -> None:
     metrics.write(
         {
             "step": 1,
+            "train/loss": math.nan,
             "memory": {"cuda": [10.0, 79.0], "host": [4.0, 2.0]},
             "phases": {"forward": [0.1, 0.5]},
         }
     )
     metrics.close(exit_code=0)
 
+    assert math.isnan(wandb.entries[0].pop("train/loss"))
     assert wandb.entries == [
         {"step": 1, "memory/cuda": 79.0, "memory/host": 4.0, "phases/forward": 0.5}
     ]
-
-
-def test_each_tracker_gets_the_entries_of_earlier_starts_that_it_lacks(
-    start, tmp_path: Path
-) -> None:
-    earlier = [{"step": step, "a": 1} for step in (0, 0, 1, 2, 3, 3)]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in earlier))
-    continued = FakeTracker("wandb")
-    continued.has = lambda position: position <= Position(step=3, number=1)
-    new = FakeTracker("tensorboard")
-
-    metrics = start(continued, new)
-    metrics.write({"step": 4, "a": float("nan")})
-    metrics.close(exit_code=0)
-
-    assert continued.steps == [3, 4]
-    assert math.isnan(continued.entries[-1]["a"])
-    assert new.steps == [0, 0, 1, 2, 3, 3, 4]
 
 
 def test_a_line_that_is_still_being_written_is_not_sent(
@@ -152,22 +116,6 @@ def test_a_line_that_is_still_being_written_is_not_sent(
 
     assert wandb.entries == [{"step": 0, "a": 1}]
     assert capsys.readouterr().err == ""
-
-
-def test_samples_are_sent_after_the_entry_of_their_step(start, tmp_path: Path) -> None:
-    wandb = FakeTracker("wandb")
-    metrics = start(wandb)
-    for step in (10, 20):
-        metrics.write({"step": step, "eval/loss": 1.0})
-        with (tmp_path / "samples.jsonl").open("a") as file:
-            file.write(f'{{"step": {step}, "prompt": "The", "text": "The kernel"}}\n')
-        metrics.wake()
-        samples_so_far = (step // 10, step)
-        wait_until(lambda expected=samples_so_far: wandb.samples[-1:] == [expected])
-    metrics.write({"step": 30})
-    metrics.close(exit_code=0)
-
-    assert wandb.samples == [(1, 10), (2, 20)], "nothing is new at step 30"
 
 
 def test_hours_count_only_the_time_in_which_a_start_was_running(
@@ -214,21 +162,6 @@ def test_a_tracker_that_stalls_delays_neither_the_run_nor_other_trackers(
     )
 
 
-def test_a_tracker_that_does_not_finish_is_abandoned_once(
-    start,
-    end_of_test: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    monkeypatch.setattr(tracking, "_CLOSE_SECONDS", 1)
-    wandb = FakeTracker("wandb")
-    wandb.finish = lambda exit_code, model: end_of_test.wait()
-
-    start(wandb).close(exit_code=0)
-
-    assert capsys.readouterr().err.count("abandoned") == 1
-
-
 def test_a_tracker_that_raises_an_error_gets_nothing_more(
     start, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -238,11 +171,12 @@ def test_a_tracker_that_raises_an_error_gets_nothing_more(
 
     for step in range(5):
         metrics.write({"step": step, "train/loss": 1.0})
-    metrics.close(exit_code=0)
+    metrics.close(exit_code=1)
 
     assert failing.steps == [0, 1]
     assert failing.finished.is_set()
     assert tensorboard.steps == [0, 1, 2, 3, 4]
+    assert tensorboard.exit_code == 1
     assert len(entries_in(tmp_path)) == 5
     assert capsys.readouterr().err == (
         "note: wandb: tracking stopped: division by zero; metrics.jsonl is still written.\n"
@@ -310,19 +244,7 @@ def test_sending_the_model_takes_no_longer_than_other_ranks_wait(
 
     start(wandb, model_seconds=1).close(exit_code=0, model=tmp_path / "model")
 
-    assert "no answer in 1 s, so it is abandoned" in capsys.readouterr().err
-
-
-def test_a_note_says_that_the_model_is_not_sent_without_wandb(
-    start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setenv("WANDB_LOG_MODEL", "end")
-
-    start(FakeTracker("tensorboard")).close(exit_code=0)
-
-    assert capsys.readouterr().err == (
-        "note: WANDB_LOG_MODEL is set, but the model is not sent: that needs --report_to wandb.\n"
-    )
+    assert capsys.readouterr().err.count("no answer in 1 s, so it is abandoned") == 1
 
 
 # --- trackers of Accelerate
@@ -356,15 +278,14 @@ class RecordingTracker(GeneralTracker):
         self.calls.append("finish")
 
 
-@pytest.mark.parametrize("name", ["clearml", "my_own"])
 def test_any_tracker_of_accelerate_gets_settings_and_entries(
-    name: str, accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, RecordingTracker)
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "my_own", RecordingTracker)
     metrics = Metrics(Ranks(accelerator), tmp_path)
     config = {"seed": 3, "files": ["a", "b"]}
 
-    metrics.start([name], TrackedRun(tmp_path, "run", "abcd1234", config=config))
+    metrics.start(["my_own"], TrackedRun(tmp_path, "run", "abcd1234", config=config))
     (tracker,) = accelerator.trackers
     metrics.write({"step": 1, "train/loss": 2.5})
     metrics.close(exit_code=0)

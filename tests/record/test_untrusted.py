@@ -44,25 +44,16 @@ from llmtrain.models.hub_models import load_causal_lm, origin_of
 from llmtrain.models.pretrained import load_model
 from llmtrain.record.checkpoint import find_fault, newest_valid, read_state
 from llmtrain.record.resume import choose_folder
-from llmtrain.record.saver import Saver, write_model
-from llmtrain.record.state_tree import FlatState
+from llmtrain.record.saver import write_model
 from llmtrain.record.tensor_files import read_tensors
 from tests.failing_calls import logging_calls, needs_failing_calls
 from tests.forked import run_forked
 from tests.launching import PYTHON, bound, read_json
 from tests.models.small_models import tiny_llama
 from tests.models.some_rows import SomeRows
-from tests.record.checkpoint_files import Files
+from tests.record.checkpoint_files import save_checkpoint
 
 CORRUPTIONS = int(os.environ.get("LLMTRAIN_CORRUPTIONS", "88"))
-
-
-def save(folder: Path, step: int, fingerprint: str = "ours") -> Path:
-    weights = {"w": torch.full((300,), float(step))}
-    states = {"optimizer": FlatState({}, {"w.exp_avg": weights["w"]})}
-    state = {"step": step, "fingerprint_sha256": fingerprint}
-    Saver(folder, Files(), keep=3).save(step=step, weights=weights, states=states, state=state)
-    return folder / f"step-{step:08d}"
 
 
 # Damaged checkpoints. Each function damages one, next to which there is that of step 10.
@@ -126,7 +117,7 @@ def copy_the_older_one(checkpoint: Path, draw: random.Random) -> None:
 
 def take_the_checkpoint_of_another_run(checkpoint: Path, draw: random.Random) -> None:
     shutil.rmtree(checkpoint)
-    save(checkpoint.parent, 20, fingerprint="of another run")
+    save_checkpoint(checkpoint.parent, 20, fingerprint="of another run")
 
 
 def move_a_file_out_of_the_folder(checkpoint: Path, draw: random.Random) -> None:
@@ -171,8 +162,8 @@ def test_every_damage_is_noticed_and_the_run_falls_back_or_stops(
     other_version = "has format version"
     for case in range(CORRUPTIONS):
         folder = tmp_path / str(case)
-        older = save(folder, 10)
-        newer = save(folder, 20)
+        older = save_checkpoint(folder, 10, fingerprint="ours")
+        newer = save_checkpoint(folder, 20, fingerprint="ours")
         damage = DAMAGES[case % len(DAMAGES)]
         damage(newer, draw)
 
@@ -231,7 +222,7 @@ def run_folder(tmp_path: Path) -> Path:
     """An unfinished run with one checkpoint."""
     folder = tmp_path / "run"
     fingerprint = digest({})
-    save(folder / "checkpoints", 10, fingerprint)
+    save_checkpoint(folder / "checkpoints", 10, fingerprint=fingerprint)
     record = {"run_id": "x", "fingerprint_sha256": fingerprint}
     (folder / "run.json").write_text(json.dumps(record))
     (folder / "status.json").write_text('{"state": "running"}')

@@ -4,7 +4,6 @@ import json
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -14,7 +13,6 @@ from accelerate import Accelerator
 
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.record.history import read_lines
-from llmtrain.record.trackers import weights_and_biases
 from llmtrain.record.trackers.tracker import TrackedRun
 from llmtrain.record.tracking import Metrics
 from tests.launching import BIN, PYTHON, long_form, run
@@ -45,25 +43,6 @@ def values_in(records: list[Any], kind: str) -> dict[str, Any]:
     return values
 
 
-@pytest.mark.parametrize(
-    ("settings", "is_logged_in"),
-    [
-        pytest.param({"base_url": "https://api.wandb.ai"}, False, id="not in netrc"),
-        pytest.param({"base_url": "http://wandb.local:8080"}, True, id="in netrc"),
-        pytest.param({"api_key": "0" * 40}, True, id="API key"),
-    ],
-)
-def test_credentials_are_found_in_the_settings_of_wandb_or_in_netrc(
-    settings: dict[str, str], is_logged_in: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "netrc").write_text("machine wandb.local:8080 login user password secret\n")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    setup = SimpleNamespace(settings=wandb.Settings(**settings))
-    monkeypatch.setattr(wandb, "setup", lambda: setup)
-
-    assert weights_and_biases._is_logged_in() is is_logged_in
-
-
 MODEL = ["model-abcd1234: config.json"]
 CHECKPOINT = ["checkpoint-abcd1234: state.json"]
 
@@ -72,9 +51,7 @@ CHECKPOINT = ["checkpoint-abcd1234: state.json"]
     ("log_model", "expected"),
     [
         pytest.param("end", MODEL, id="end"),
-        pytest.param("True", MODEL, id="True"),
         pytest.param("checkpoint", CHECKPOINT + MODEL, id="checkpoint"),
-        pytest.param("false", [], id="false"),
         pytest.param(None, [], id="not set"),
     ],
 )

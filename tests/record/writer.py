@@ -14,17 +14,13 @@ from pathlib import Path
 import torch
 
 from llmtrain.record.saver import Saver
-from llmtrain.record.state_tree import FlatState
-from tests.record.checkpoint_files import Files
+from tests.record.checkpoint_files import Files, save_step
 
 
 def write_with_saver(folder: Path, step: int) -> None:
     saver = Saver(folder, Files(), keep=2)
     while True:
-        weights = {"w": torch.full((30_000,), float(step))}
-        moments = {"w.exp_avg": weights["w"] * 2}
-        states = {"optimizer": FlatState({}, moments)}
-        saver.save(step=step, weights=weights, states=states, state={"step": step})
+        save_step(saver, step, size=30_000)
         acknowledge(step)
         step += 1
 
