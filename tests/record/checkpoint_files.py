@@ -81,22 +81,11 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _replace_by_link(file: Path, target: Path) -> None:
-    file.rename(target)
-    file.symlink_to(target)
-
-
 # The name of a damage -> a function that damages the checkpoint at a path in this way.
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "a flipped bit in the weights": lambda path: flip(path / "model/model.safetensors"),
-    "a flipped bit in the optimizer": lambda path: flip(path / "optimizer/state.safetensors"),
     "a truncated file": lambda path: (path / "model/model.safetensors").write_bytes(b""),
-    "a missing file": lambda path: (path / "state.json").unlink(),
     "a missing manifest": lambda path: (path / "MANIFEST.json").unlink(),
     "a manifest that is not JSON": lambda path: (path / "MANIFEST.json").write_text("{"),
     "a manifest that is a list": lambda path: (path / "MANIFEST.json").write_text("[]"),
     "a file that is not in the manifest": lambda path: (path / "model/x.bin").write_bytes(b"x"),
-    "a link instead of a file": lambda path: _replace_by_link(
-        path / "state.json", target=path.with_name("elsewhere.json")
-    ),
 }

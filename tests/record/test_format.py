@@ -12,7 +12,6 @@ import pytest
 from llmtrain.errors import UserError
 from llmtrain.files import digest
 from llmtrain.record.checkpoint import find_fault, newest_valid, read_state
-from llmtrain.record.history import History
 from llmtrain.record.resume import choose_folder
 from tests.command_line import run_cli
 from tests.record.checkpoint_files import save_checkpoint
@@ -85,28 +84,37 @@ def assert_refused(action: Callable[[], object], file: Path, folder: Path) -> No
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda run: start(run, "auto"),
-        History.of_run,
-        History.read,
-    ],
-    ids=["start", "history", "history of any folder"],
-)
-def test_a_run_of_a_newer_format_is_refused(read: Callable[[Path], object], run: Path) -> None:
+def test_a_run_of_a_newer_format_is_not_resumed(run: Path) -> None:
     write_newer_version(run / "run.json")
-    assert_refused(lambda: read(run), run / "run.json", run)
+    assert_refused(lambda: start(run, "auto"), run / "run.json", run)
 
 
-@pytest.mark.parametrize("command", ["runs check .", "report .", "diff . ."])
-def test_commands_refuse_a_run_of_a_newer_format(
+NEWER = {"format_version": 2}, "has format version 2"
+WITHOUT_VERSION = {}, "was written by an earlier llmtrain"
+
+
+@pytest.mark.parametrize(
+    ("command", "version", "message"),
+    [
+        ("runs check .", *NEWER),
+        ("report .", *NEWER),
+        ("diff . .", *NEWER),
+        ("report .", *WITHOUT_VERSION),
+        ("diff . .", *WITHOUT_VERSION),
+        ("rows . --step 1", *WITHOUT_VERSION),
+    ],
+)
+def test_commands_refuse_a_run_of_another_format(
     command: str,
+    version: dict[str, int],
+    message: str,
     run: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    write_newer_version(run / "run.json")
+    record = json.loads((run / "run.json").read_text())
+    del record["format_version"]
+    (run / "run.json").write_text(json.dumps(record | version))
     before = contents(run)
     monkeypatch.chdir(run)
 
@@ -114,26 +122,9 @@ def test_commands_refuse_a_run_of_a_newer_format(
 
     assert status == 2
     assert out == ""
-    assert "run.json has format version 2" in err
+    assert f"run.json {message}" in err
     assert err.count("\n") == 1
     assert contents(run) == before
-
-
-@pytest.mark.parametrize("command", ["report .", "diff . .", "rows . --step 1"])
-def test_a_run_without_a_format_version_is_refused_in_one_line(
-    command: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    record = json.loads((run / "run.json").read_text())
-    del record["format_version"]
-    (run / "run.json").write_text(json.dumps(record))
-    monkeypatch.chdir(run)
-
-    status, out, err = run_cli(capsys, *command.split())
-
-    assert status == 2
-    assert out == ""
-    assert "run.json was written by an earlier llmtrain" in err
-    assert err.count("\n") == 1
 
 
 def test_a_run_of_a_newer_format_does_not_hide_the_other_runs_of_a_list(
@@ -230,37 +221,24 @@ def adafactor_run(tmp_path: Path) -> Path:
     return unpack("run_with_removed_flags.tar.gz", tmp_path)
 
 
-@pytest.mark.parametrize("names", ["run", "checkpoint"])
-def test_a_checkpoint_of_an_earlier_version_is_refused_and_not_called_damaged(
-    names: str, earlier_run: Path
-) -> None:
-    checkpoint = earlier_run / "checkpoints" / "step-00000002"
-    named = {"run": earlier_run, "checkpoint": checkpoint}[names]
-    before = contents(earlier_run)
-
-    with pytest.raises(UserError) as error:
-        start(earlier_run.with_name("new"), str(named))
-
-    assert str(error.value) == (
-        f"{checkpoint} was written by an earlier llmtrain, without optimizer/structure.json: "
-        "finish the run with that version, or start a new run."
-    )
-    assert contents(earlier_run) == before
-
-
-def test_an_unfinished_run_of_an_earlier_version_is_refused_and_unchanged(
+def test_a_run_of_an_earlier_version_is_refused_and_neither_changed_nor_called_damaged(
     earlier_run: Path,
 ) -> None:
+    checkpoint = earlier_run / "checkpoints" / "step-00000002"
     fingerprint = json.loads((earlier_run / "run.json").read_text())["fingerprint"]
     before = contents(earlier_run)
 
-    with (
-        pytest.raises(UserError, match="was written by an earlier llmtrain"),
-        choose_folder(str(earlier_run), "auto", fingerprint),
+    for folder, resume in (
+        (earlier_run, "auto"),
+        (earlier_run.with_name("new"), str(earlier_run)),
+        (earlier_run.with_name("new"), str(checkpoint)),
     ):
-        pass
-
-    assert contents(earlier_run) == before
+        with (
+            pytest.raises(UserError, match=f"^{checkpoint} was written by an earlier llmtrain"),
+            choose_folder(str(folder), resume, fingerprint),
+        ):
+            pass
+        assert contents(earlier_run) == before
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ VALUES = [
     0.1,
     -0.0,
     math.inf,
+    math.nan,
     "a string",
     [],
     [1, [None, []], 2.5],
@@ -83,14 +85,6 @@ def test_a_value_comes_back_with_the_same_types(value: Any) -> None:
     assert_same(unflatten(tree, tensors), value)
 
 
-def test_nan_comes_back() -> None:
-    tree, _ = flatten({"loss": math.nan}, "", "the optimizer")
-
-    restored = unflatten(through_json(tree), {})
-
-    assert math.isnan(restored["loss"])
-
-
 def test_tensors_have_readable_names() -> None:
     state = {"exp_avg": torch.ones(1), "GG": [torch.ones(2), None], 0: {"Q": torch.ones(3)}}
 
@@ -113,28 +107,18 @@ RECURSIVE.append(RECURSIVE)
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        pytest.param({"GG": [deque()]}, r"keeps a deque in w\.GG\[0\]", id="deque"),
-        pytest.param({"rng": torch.Generator()}, r"keeps a Generator in w\.rng", id="Generator"),
-        pytest.param({"mean": np.float64(1)}, r"keeps a float64 in w\.mean", id="numpy"),
-        pytest.param(
-            {"hook": len}, r"keeps a builtin_function_or_method in w\.hook", id="function"
-        ),
-        pytest.param({torch.ones(1): 1}, "keeps a tensor as a key in w", id="tensor as a key"),
-        pytest.param(
-            {"wide": torch.ones(1, dtype=torch.complex128)},
-            r"keeps a tensor of torch\.complex128 in w\.wide",
-            id="dtype",
-        ),
-        pytest.param(
-            {"sparse": torch.eye(2).to_sparse()},
-            r"keeps a tensor of torch\.sparse_coo in w\.sparse",
-            id="sparse tensor",
-        ),
-        pytest.param(RECURSIVE, "keeps a state that contains itself in w", id="recursion"),
+        ({"GG": [deque()]}, "a deque in w.GG[0]"),
+        ({"rng": torch.Generator()}, "a Generator in w.rng"),
+        ({"mean": np.float64(1)}, "a float64 in w.mean"),
+        ({"hook": len}, "a builtin_function_or_method in w.hook"),
+        ({torch.ones(1): 1}, "a tensor as a key in w"),
+        ({"wide": torch.ones(1, dtype=torch.complex128)}, "a tensor of torch.complex128 in w.wide"),
+        ({"sparse": torch.eye(2).to_sparse()}, "a tensor of torch.sparse_coo in w.sparse"),
+        (RECURSIVE, "a state that contains itself in w"),
     ],
 )
 def test_the_error_for_a_value_that_cannot_be_stored_names_it(value: Any, message: str) -> None:
-    expected = f"the optimizer SOAP {message}.*, which a checkpoint cann"
+    expected = f"the optimizer SOAP keeps {re.escape(message)}.*, which a checkpoint cann"
 
     with pytest.raises(UserError, match=expected):
         flatten(value, "w", "the optimizer SOAP")

@@ -31,14 +31,10 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     clock = Clock()
     monkeypatch.setattr(stopping, "time", clock)
     return clock
-
-
-@pytest.fixture(autouse=True)
-def _no_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llmtrain.files import copy_lines_up_to
@@ -106,18 +105,6 @@ def test_of_values_of_all_ranks_trackers_get_the_largest(start) -> None:
     ]
 
 
-def test_a_line_that_is_still_being_written_is_not_sent(
-    start, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "a": 1}\n{"step": 1, ')
-    wandb = FakeTracker("wandb")
-
-    start(wandb).close(exit_code=0)
-
-    assert wandb.entries == [{"step": 0, "a": 1}]
-    assert capsys.readouterr().err == ""
-
-
 def test_hours_count_only_the_time_in_which_a_start_was_running(
     start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,98 +123,54 @@ def test_hours_count_only_the_time_in_which_a_start_was_running(
 # --- trackers that fail or stall
 
 
-def test_a_tracker_that_stalls_delays_neither_the_run_nor_other_trackers(
+def test_trackers_that_fail_or_stall_disturb_neither_the_run_nor_others(
     start,
     end_of_test: threading.Event,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    monkeypatch.setattr(tracking, "_CLOSE_SECONDS", 2)
-    stalled = FakeTracker("wandb", before_log=lambda step: end_of_test.wait())
-    tensorboard = FakeTracker("tensorboard")
-    metrics = start(stalled, tensorboard)
-
-    for step in range(100):  # this loop ends only if no write waits for W&B
-        metrics.write({"step": step, "train/loss": 1.0})
-    metrics.close(exit_code=0)
-
-    steps = [*range(100)]
-    assert [entry["step"] for entry in entries_in(tmp_path)] == steps
-    assert tensorboard.steps == steps
-    assert tensorboard.finished.is_set()
-    assert not stalled.finished.is_set()
-    assert capsys.readouterr().err == (
-        "note: wandb: no answer in 2 s, so it is abandoned; metrics.jsonl has everything.\n"
-    )
-
-
-def test_a_tracker_that_raises_an_error_gets_nothing_more(
-    start, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    failing = FakeTracker("wandb", before_log=lambda step: 1 / (step - 2))
-    tensorboard = FakeTracker("tensorboard")
-    metrics = start(failing, tensorboard)
-
-    for step in range(5):
-        metrics.write({"step": step, "train/loss": 1.0})
-    metrics.close(exit_code=1)
-
-    assert failing.steps == [0, 1]
-    assert failing.finished.is_set()
-    assert tensorboard.steps == [0, 1, 2, 3, 4]
-    assert tensorboard.exit_code == 1
-    assert len(entries_in(tmp_path)) == 5
-    assert capsys.readouterr().err == (
-        "note: wandb: tracking stopped: division by zero; metrics.jsonl is still written.\n"
-    )
-
-
-def test_a_tracker_that_does_not_open_in_time_is_left_out(
-    start,
-    end_of_test: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    monkeypatch.setattr(tracking, "_START_SECONDS", 1)
-    slow = FakeTracker("wandb")
-    slow.open = end_of_test.wait
-    tensorboard = FakeTracker("tensorboard")
-
-    metrics = start(slow, tensorboard)
-    metrics.write({"step": 1})
-    metrics.close(exit_code=0)
-    end_of_test.set()  # now it opens, too late
-
-    assert slow.finished.wait(10)
-    assert slow.entries == []
-    assert tensorboard.entries == [{"step": 1}]
-    assert capsys.readouterr().err == (
-        "note: wandb: tracking is off: no answer in 1 s; metrics.jsonl has everything.\n"
-    )
-
-
-def test_a_tracker_goes_on_after_a_checkpoint_could_not_be_sent(
-    start, capsys: pytest.CaptureFixture
-) -> None:
     def refuse(path: Path) -> None:
         raise OSError("it was deleted")
 
-    refusing = FakeTracker("wandb")
-    refusing.log_checkpoint = refuse
-    mlflow = FakeTracker("mlflow")
-    metrics = start(refusing, mlflow)
+    monkeypatch.setattr(tracking, "_START_SECONDS", 1)
+    monkeypatch.setattr(tracking, "_CLOSE_SECONDS", 2)
+    stalls = FakeTracker("stalls", before_log=lambda step: end_of_test.wait())
+    fails_at_2 = FakeTracker("fails", before_log=lambda step: 1 / (step - 2))
+    opens_late = FakeTracker("opens late")
+    opens_late.open = end_of_test.wait
+    refuses_checkpoints = FakeTracker("refuses")
+    refuses_checkpoints.log_checkpoint = refuse
+    healthy = FakeTracker("healthy")
+    metrics = start(stalls, fails_at_2, opens_late, refuses_checkpoints, healthy)
 
+    for step in range(100):  # this loop ends only if no write waits for a tracker
+        metrics.write({"step": step, "train/loss": 1.0})
     metrics.send_checkpoint(Path("checkpoints/step-00000010"))
-    metrics.write({"step": 11})
-    metrics.close(exit_code=0)
+    metrics.write({"step": 100})
+    metrics.close(exit_code=1)
 
-    assert mlflow.checkpoints == ["step-00000010"]
-    assert refusing.steps == [11]
-    assert mlflow.steps == [11]
-    assert capsys.readouterr().err == (
-        "note: wandb: step-00000010 was not sent: it was deleted; metrics.jsonl has everything.\n"
-    )
+    steps = [*range(101)]
+    assert [entry["step"] for entry in entries_in(tmp_path)] == steps
+    assert healthy.steps == steps
+    assert healthy.checkpoints == ["step-00000010"]
+    assert healthy.exit_code == 1
+    assert refuses_checkpoints.steps == steps
+    assert fails_at_2.steps == [0, 1]
+    assert fails_at_2.finished.is_set()
+    assert not stalls.finished.is_set()
+
+    end_of_test.set()  # now one opens, too late
+    assert opens_late.finished.wait(10)
+    assert opens_late.entries == []
+
+    notes = capsys.readouterr().err.splitlines()
+    assert sorted(notes) == [
+        "note: fails: tracking stopped: division by zero; metrics.jsonl is still written.",
+        "note: opens late: tracking is off: no answer in 1 s; metrics.jsonl has everything.",
+        "note: refuses: step-00000010 was not sent: it was deleted; metrics.jsonl has everything.",
+        "note: stalls: no answer in 2 s, so it is abandoned; metrics.jsonl has everything.",
+    ]
 
 
 def test_sending_the_model_takes_no_longer_than_other_ranks_wait(
@@ -247,52 +190,7 @@ def test_sending_the_model_takes_no_longer_than_other_ranks_wait(
     assert capsys.readouterr().err.count("no answer in 1 s, so it is abandoned") == 1
 
 
-# --- trackers of Accelerate
-
-
-class RecordingTracker(GeneralTracker):
-    """An Accelerate tracker that keeps the calls it gets."""
-
-    name = "recording"
-    requires_logging_directory = False
-
-    def __init__(self, project: str) -> None:
-        super().__init__(_blank=True)
-        self.project = project
-        self.calls: list[Any] = []
-
-    @property
-    def tracker(self) -> "RecordingTracker":
-        return self
-
-    def start(self) -> None:
-        self.calls.append("start")
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.calls.append(values)
-
-    def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        self.calls.append((step, values["train/loss"]))
-
-    def finish(self) -> None:
-        self.calls.append("finish")
-
-
-def test_any_tracker_of_accelerate_gets_settings_and_entries(
-    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "my_own", RecordingTracker)
-    metrics = Metrics(Ranks(accelerator), tmp_path)
-    config = {"seed": 3, "files": ["a", "b"]}
-
-    metrics.start(["my_own"], TrackedRun(tmp_path, "run", "abcd1234", config=config))
-    (tracker,) = accelerator.trackers
-    metrics.write({"step": 1, "train/loss": 2.5})
-    metrics.close(exit_code=0)
-
-    assert tracker.project == "llmtrain"
-    assert tracker.calls == ["start", {"seed": 3, "files": "['a', 'b']"}, (1, 2.5), "finish"]
-    assert accelerator.trackers == []
+# --- a real tracker
 
 
 def tensorboard_losses(folder: Path) -> list[tuple[int, float]]:
