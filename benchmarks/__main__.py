@@ -21,13 +21,11 @@ class Table:
     Attributes:
         takes_nanogpt: it needs ``--nanogpt``.
         takes_text: it takes ``--text``.
-        needs_text: it cannot do without ``--text``.
         needs_root: it makes network namespaces.
     """
 
     takes_nanogpt: bool = False
     takes_text: bool = False
-    needs_text: bool = False
     needs_root: bool = False
 
 
@@ -35,8 +33,7 @@ TABLES = {
     "overhead": Table(),
     "processes": Table(),
     "trainer": Table(),
-    "sft": Table(),
-    "preference": Table(),
+    "trl": Table(),
     "data": Table(),
     "chats": Table(),
     "loss": Table(),
@@ -45,7 +42,6 @@ TABLES = {
     "plan": Table(needs_root=True),
     "steps": Table(takes_nanogpt=True),
     "time_to_loss": Table(takes_nanogpt=True, takes_text=True),
-    "middle": Table(takes_nanogpt=True, takes_text=True, needs_text=True),
 }
 
 
@@ -57,7 +53,7 @@ def main() -> int:
         "--nanogpt", metavar="FOLDER", help="a checkout of github.com/karpathy/nanoGPT"
     )
     parser.add_argument(
-        "--text", metavar="FILE", help="a text for time_to_loss and middle, such as tinyshakespeare"
+        "--text", metavar="FILE", help="a text for time_to_loss, such as tinyshakespeare"
     )
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.tables) - set(TABLES))
@@ -87,8 +83,6 @@ def missing_need(table: Table, arguments: argparse.Namespace) -> str | None:
     """Return what the table lacks; ``None`` if it can be measured."""
     if table.takes_nanogpt and not arguments.nanogpt:
         return "--nanogpt FOLDER"
-    if table.needs_text and not arguments.text:
-        return "--text FILE"
     if table.needs_root and os.geteuid() != 0:
         return "root, for network namespaces"
     return None

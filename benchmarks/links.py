@@ -12,15 +12,27 @@ Repeat it as root with `python -m benchmarks.links`, which takes about ten minut
 """
 
 import statistics
+import subprocess
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.comparison import Figures, Table, take_turns
-from benchmarks.link_runs import step_seconds, train
-from benchmarks.machines import Machine, two_machines
-from benchmarks.runs import GPTShape, flags, scratch
+from benchmarks.runs import (
+    GPT_RECIPE,
+    ROOT,
+    GPTShape,
+    environment,
+    flags,
+    launcher,
+    metrics,
+    scratch,
+)
 from llmtrain.console import say
+from llmtrain.launching.children import kill_tree
 from llmtrain.phase_names import OWN_PHASES
+from tests.machines import ADDRESS, INTERFACE, on_machine, two_machines
 
 MBIT = 100
 STEPS = 32
@@ -43,9 +55,72 @@ RECIPE_FLAGS = [
         report_to="none",
     ),
 ]
+_TIMEOUT = 900  # seconds of a run
 
 
-def measure(machines: list[Machine], folder: Path, gradient_flags: list[str]) -> Figures:
+def train(
+    machines: list[str], folder: Path, recipe_flags: list[str], processes: int = 2
+) -> list[dict[str, Any]]:
+    """Run the recipe, and return its log entries of steps.
+
+    Args:
+        machines: the machines.
+        folder: the run folder.
+        recipe_flags: flags of the recipe. With ``logging_steps=1``, each step has an entry.
+        processes: the processes on all machines together, each with one thread.
+    """
+    env = environment(
+        threads=1,
+        GLOO_SOCKET_IFNAME=INTERFACE,
+        LLMTRAIN_CACHE=str(folder.parent / "cache"),
+    )
+    launches: list[subprocess.Popen[bytes]] = []
+    try:
+        for machine_rank, machine in enumerate(machines):
+            launch = launcher(
+                "multi_node",
+                machine_rank=machine_rank,
+                main_process_ip=ADDRESS[machines[0]],
+                mixed_precision="no",
+                num_processes=processes,
+            )
+            command = [*launch, GPT_RECIPE, *recipe_flags, *flags(output_dir=folder)]
+            launches.append(
+                subprocess.Popen(
+                    on_machine(machine, command),
+                    cwd=ROOT,
+                    env=env,
+                    start_new_session=True,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                )
+            )
+        for launch_process in launches:
+            _, stderr = launch_process.communicate(timeout=_TIMEOUT)
+            if launch_process.returncode:
+                raise SystemExit(stderr.decode(errors="replace"))
+    finally:
+        for launch_process in launches:
+            kill_tree(launch_process)
+    return [entry for entry in metrics(folder) if "phases" in entry]
+
+
+def step_seconds(entry: dict[str, Any], phases: Collection[str] | None = None) -> float:
+    """Return the seconds of a step on its slowest process.
+
+    Args:
+        entry: the log entry of the step, which has the seconds of each phase and process.
+        phases: count only these phases; ``None`` for all.
+    """
+    seconds_of_phases = entry["phases"]
+    if phases is None:
+        phases = seconds_of_phases.keys()
+    counted = [seconds for phase, seconds in seconds_of_phases.items() if phase in phases]
+    seconds_of_processes = [sum(seconds) for seconds in zip(*counted, strict=True)]
+    return max(seconds_of_processes)
+
+
+def measure(machines: list[str], folder: Path, gradient_flags: list[str]) -> Figures:
     """Return the seconds of a step, those of its computing, and the last loss."""
     entries = train(machines, folder, [*RECIPE_FLAGS, *gradient_flags])
     timed = entries[WARM_UP_STEPS:]

@@ -24,8 +24,8 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.bare_loop import LOGGING_STEPS, Speedometer, bare_step
 from benchmarks.comparison import Table, Turns, take_turns
+from benchmarks.peers import LOGGING_STEPS, Speedometer, bare_step
 from benchmarks.runs import (
     GPT_RECIPE,
     ROOT,

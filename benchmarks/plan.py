@@ -2,23 +2,315 @@
 
 | table | predicted |
 |---|---|
-| memory | the bytes of two processes, with DDP and FSDP2 (plan_memory.py) |
-| dtypes | the bytes per parameter of optimizers and dtypes (plan_dtypes.py) |
-| seconds | the seconds of a step over a slow link; needs root (plan_seconds.py) |
+| memory | the bytes of two processes, with DDP and FSDP2 |
+| dtypes | the bytes per parameter of optimizers and dtypes |
+| seconds | the seconds of a step over a slow link; needs root |
+
+**memory**: the models are a GPT, also with AdamW and recomputation, and with one micro-batch, and a
+Llama. The bytes of the weights and the optimizer have to be the same. The rest of the peak without
+the planned gradients, the activations, may differ by a tenth.
+
+**dtypes**: a GPT with 100 million parameters is trained on one process with several optimizers, in
+float32 and with weights in bfloat16. The bytes per parameter of the weights, the gradients and the
+optimizer's state have to be the same. The peak, which is all that training adds to the process, may
+differ by a twentieth.
+
+**seconds**: two machines are network namespaces with one or two processes each, joined at 50, 200
+and 1,000 Mbit/s. The plan measures computing on this computer, without a link, directly before the
+steps are measured over the link. The prediction may be wrong by a fifth.
 
 Repeat all or some with `python -m benchmarks.plan [memory] [dtypes] [seconds]`. All take about 20
 minutes.
 """
 
 import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from benchmarks import plan_dtypes, plan_memory, plan_seconds
+from benchmarks.comparison import Table
+from benchmarks.links import step_seconds, train
+from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, flags, launcher, scratch
+from llmtrain.console import say
+from llmtrain.lab.commands.plan import as_json
+from llmtrain.lab.plan.calibration import calibrate
+from llmtrain.lab.plan.hardware import GLOO_LATENCY, PlanRequest
+from llmtrain.lab.plan.layouts import make_plan
+from llmtrain.lab.plan.speed import Cluster, Compute, Link, step_time
+from llmtrain.parallel.sharding import Sharding
+from llmtrain.training.predicted_memory import Memory
+from llmtrain.training.recipe_model import build_recipe_model
+from tests.machines import two_machines
+from tests.memory import measure_run, planned_step
 
-TABLES = {
-    "memory": plan_memory.main,
-    "dtypes": plan_dtypes.main,
-    "seconds": plan_seconds.main,
+# --- memory
+
+MIB = 2**20
+_TIMEOUT = 1800  # seconds of a run whose memory is measured
+CONFIG_OF_LAYOUT = {"DDP": "cpu_ddp", "FSDP2": "fsdp2"}  # files of accelerate_configs/
+
+RUN_FLAGS = flags(
+    max_steps=5,
+    dataset="builtin:python-docs",
+    tokenizer="bpe:2048",
+    block_size=128,
+    per_device_train_batch_size=4,
+    eval_fraction=0,
+    report_to="none",
+    resume_from_checkpoint="never",
+)
+SMALL_GPT_FLAGS = [*RUN_FLAGS, *flags(n_layer=4, n_head=4, n_embd=256, architecture="gpt2")]
+LLAMA_SIZES = "hidden_size=256,intermediate_size=704,head_dim=64,tie_word_embeddings=false"
+LLAMA_FLAGS = [*RUN_FLAGS, *flags(from_config="llama", config_overrides=LLAMA_SIZES)]
+
+
+class MemoryCase(NamedTuple):
+    """A recipe and its flags, which are planned and trained."""
+
+    name: str
+    recipe: str
+    recipe_flags: list[str]
+
+
+MEMORY_CASES = [
+    MemoryCase("GPT", GPT_RECIPE, [*SMALL_GPT_FLAGS, *flags(global_batch_size=16)]),
+    MemoryCase(
+        "GPT, AdamW, recomputed",
+        GPT_RECIPE,
+        [
+            *SMALL_GPT_FLAGS,
+            *flags(global_batch_size=16, optim="adamw", gradient_checkpointing=True),
+        ],
+    ),
+    MemoryCase(
+        "GPT, AdamW, one micro-batch",
+        GPT_RECIPE,
+        [*SMALL_GPT_FLAGS, *flags(global_batch_size=8, optim="adamw")],
+    ),
+    MemoryCase("Llama", FINETUNE_RECIPE, [*LLAMA_FLAGS, *flags(global_batch_size=8)]),
+]
+
+
+def measure_memory() -> None:
+    table = Table("plan_memory")
+    with scratch() as folder:
+        for case in MEMORY_CASES:
+            request = PlanRequest(
+                case.recipe,
+                case.recipe_flags,
+                processes=2,
+                device="cpu",
+                per_machine=2,
+                mixed_precision="no",
+            )
+            for layout in as_json(make_plan(request))["layouts"]:
+                compare_memory(table, case, layout, folder)
+    table.write()
+
+
+def compare_memory(table: Table, case: MemoryCase, layout: dict[str, Any], folder: Path) -> None:
+    """Add the rows of a case and a layout."""
+    sizes = layout["bytes"]
+    name = f"{case.name}, {layout['name']}"
+    launch = launcher(CONFIG_OF_LAYOUT[layout["name"]], mixed_precision="no")
+    run_folder = folder / name.replace(" ", "-")
+    measured = measure_run(launch, case.recipe, case.recipe_flags, run_folder, _TIMEOUT)
+
+    for part in ("weights", "optimizer"):
+        table.add(
+            work=f"{name}: {part}",
+            against="measured",
+            ours=sizes[part],
+            theirs=getattr(measured, part),
+            unit="bytes",
+            target="+- 0",
+        )
+
+    # The rise includes the gradients of FSDP2, which are known exactly.
+    gradients = 0.0 if layout["name"] == "DDP" else sizes["gradients"]
+    table.add(
+        work=f"{name}: activations",
+        against="measured",
+        ours=(planned_step(layout) - gradients) / MIB,
+        theirs=(measured.added_by_step - gradients) / MIB,
+        unit="MiB",
+        target="+- 0.1",
+    )
+
+
+# --- dtypes
+
+LARGE_GPT_FLAGS = flags(
+    max_steps=4,
+    n_layer=14,
+    n_head=12,
+    n_embd=768,
+    architecture="gpt2",
+    block_size=128,
+    tokenizer="bpe:2048",
+    global_batch_size=2,
+    per_device_train_batch_size=1,
+    eval_fraction=0,
+    report_to="none",
+    resume_from_checkpoint="never",
+)
+# Rows are short, because a CPU without instructions for bfloat16 takes 40 times as long.
+BFLOAT16 = {"dtype": "bfloat16", "block_size": 16}
+DTYPE_CASES = {
+    "adamw": flags(optim="adamw"),
+    "adamw_torch_8bit": flags(optim="adamw_torch_8bit"),
+    "adamw_torch_8bit, recomputed": flags(optim="adamw_torch_8bit", gradient_checkpointing=True),
+    "muon": flags(optim="muon"),
+    "adamw, bfloat16": flags(optim="adamw", **BFLOAT16),
+    "adamw_torch_8bit, bfloat16": flags(optim="adamw_torch_8bit", **BFLOAT16),
+    "muon, bfloat16": flags(optim="muon", **BFLOAT16),
 }
+
+
+def measure_dtypes() -> None:
+    table = Table("plan_dtypes")
+    with scratch() as folder:
+        for name, case_flags in DTYPE_CASES.items():
+            compare_dtypes(
+                table, name, [*LARGE_GPT_FLAGS, *case_flags], folder / name.replace(" ", "-")
+            )
+    table.write()
+
+
+def compare_dtypes(table: Table, name: str, recipe_flags: list[str], folder: Path) -> None:
+    """Add the rows of a case."""
+    plan = as_json(make_plan(PlanRequest(GPT_RECIPE, recipe_flags, device="cpu")))
+    [layout] = plan["layouts"]
+    predicted = plan["bytes_per_parameter"]
+    measured = measure_run([sys.executable], GPT_RECIPE, recipe_flags, folder, _TIMEOUT)
+    parameters = layout["bytes"]["weights"] / predicted["weights"]
+
+    for part, predicted_bytes, measured_bytes in (
+        ("weights", predicted["weights"], measured.weights),
+        ("gradients", predicted["gradients"], measured.gradients),
+        ("state", predicted["moments"] + predicted["compensation"], measured.optimizer),
+    ):
+        table.add(
+            work=f"{name}: {part}",
+            against="measured",
+            ours=predicted_bytes,
+            theirs=measured_bytes / parameters,
+            unit="bytes",
+            target="+- 0",
+        )
+
+    measured_peak = measured.total
+    table.add(
+        work=f"{name}: peak",
+        against="measured",
+        ours=layout["bytes"]["total"] / MIB,
+        theirs=measured_peak / MIB,
+        unit="MiB",
+        target="+- 0.05",
+    )
+
+
+# --- seconds
+
+LINK_RATES = (50, 200, 1000)  # Mbit/s
+PROCESSES = (2, 4)
+LOOPBACK_BANDWIDTH = 2e9  # bytes/s between two processes of a machine
+
+STEPS = 12
+WARM_UP_STEPS = 3
+ROWS = 8  # of a micro-batch; each process has one per step
+LINK_FLAGS = flags(
+    n_layer=4,
+    n_head=4,
+    n_embd=256,
+    architecture="gpt2",
+    block_size=128,
+    tokenizer="bpe:2048",
+    per_device_train_batch_size=ROWS,
+    max_steps=STEPS,
+    logging_steps=1,
+    optim="adamw",
+    ddp_bucket_cap_mb=2,
+    eval_fraction=0,
+    report_to="none",
+)
+
+MAX_TRIES = 4
+MAX_DRIFT = 0.15
+
+
+def measure_seconds() -> None:
+    table = Table("plan_seconds")
+    with scratch() as folder:
+        for processes in PROCESSES:
+            for rate in LINK_RATES:
+                compare_seconds(table, processes, rate, folder)
+    table.write()
+
+
+def compare_seconds(table: Table, processes: int, rate: int, folder: Path) -> None:
+    """Add the row of a number of processes and a rate in Mbit/s."""
+    recipe_flags = [*LINK_FLAGS, *flags(global_batch_size=ROWS * processes)]
+    memory = Memory(build_recipe_model(GPT_RECIPE, recipe_flags, "no"), on_gpu=False)
+    compute, measured = calibrate_and_measure(memory, recipe_flags, processes, rate, folder)
+
+    cluster = Cluster(
+        per_machine=processes // 2,
+        inside=Link(LOOPBACK_BANDWIDTH, GLOO_LATENCY["inside"]),
+        between=Link(rate * 1e6 / 8, GLOO_LATENCY["between"]),
+        nccl=False,
+    )
+    predicted = step_time(
+        memory,
+        compute,
+        cluster,
+        Sharding(processes, 1),
+        rows=ROWS,
+        accumulation=1,
+    )
+    table.add(
+        work=f"{processes} processes, {rate} Mbit/s",
+        against="measured",
+        ours=predicted.total,
+        theirs=measured,
+        unit="s",
+        target="+- 0.2",
+    )
+    say("predicted", str(predicted))
+
+
+def calibrate_and_measure(
+    memory: Memory, recipe_flags: list[str], processes: int, rate: int, folder: Path
+) -> tuple[Compute, float]:
+    """Return how long computing takes, and the seconds of a step over the link directly after.
+
+    Forward passes do not wait for other processes. So they show whether the speed of this computer
+    has changed in between, and then both are measured again.
+    """
+    parameters = sum(parameter.numel() for parameter in memory.parameters)
+    for number in range(MAX_TRIES):
+        compute = calibrate(
+            GPT_RECIPE,
+            recipe_flags,
+            processes=processes,
+            rows=ROWS,
+            precision="no",
+            trained_numel=parameters,
+        )
+        with two_machines(rate) as machines:
+            run_folder = folder / f"{processes}-{rate}-{number}"
+            entries = train(machines, run_folder, recipe_flags, processes)[WARM_UP_STEPS:]
+
+        forward = statistics.median(step_seconds(entry, ("forward",)) for entry in entries) / ROWS
+        drift = forward / compute.forward
+        if abs(drift - 1) <= MAX_DRIFT:
+            break
+        say("drift", f"a forward pass took {drift:.2f} of its time before; both are repeated")
+    return compute, statistics.median(step_seconds(entry) for entry in entries)
+
+
+TABLES = {"memory": measure_memory, "dtypes": measure_dtypes, "seconds": measure_seconds}
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 FIRST = f"llmtrain-a{os.getpid() % 10000}"
 SECOND = f"llmtrain-b{os.getpid() % 10000}"
+INTERFACE = "cable0"  # the name of the cable's end in each namespace
 ADDRESS = {FIRST: "10.231.0.1", SECOND: "10.231.0.2"}
 
 
@@ -21,8 +22,12 @@ def command(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def two_machines() -> Iterator[list[str]]:
-    """Make two namespaces that reach only each other, and yield their names."""
+def two_machines(mbit: int | None = None) -> Iterator[list[str]]:
+    """Make two namespaces that reach only each other, and yield their names.
+
+    Args:
+        mbit: the most that each sends, in Mbit/s; ``None`` for no limit.
+    """
     if shutil.which("ip") is None:
         raise UnavailableError("needs iproute2 (the ip command)")
     with contextlib.ExitStack() as cleanup:
@@ -31,6 +36,8 @@ def two_machines() -> Iterator[list[str]]:
                 command("ip", "netns", "add", name)
                 cleanup.callback(command, "ip", "netns", "delete", name)
             _connect()
+            if mbit is not None:
+                _limit(mbit)
         except subprocess.CalledProcessError as error:
             raise UnavailableError(
                 f"may not make network namespaces here: {error.stderr.strip()}"
@@ -39,11 +46,18 @@ def two_machines() -> Iterator[list[str]]:
 
 
 def _connect() -> None:
-    _call(f"ip link add cable0 netns {FIRST} type veth peer name cable0 netns {SECOND}")
+    ends = f"netns {FIRST} type veth peer name {INTERFACE} netns {SECOND}"
+    _call(f"ip link add {INTERFACE} {ends}")
     for name in (FIRST, SECOND):
-        _call(f"ip -n {name} address add {ADDRESS[name]}/24 dev cable0")
+        _call(f"ip -n {name} address add {ADDRESS[name]}/24 dev {INTERFACE}")
         _call(f"ip -n {name} link set lo up")
-        _call(f"ip -n {name} link set cable0 up")
+        _call(f"ip -n {name} link set {INTERFACE} up")
+
+
+def _limit(mbit: int) -> None:
+    for name in (FIRST, SECOND):
+        rate = f"rate {mbit}mbit burst 256kbit latency 50ms"
+        _call(f"tc -n {name} qdisc add dev {INTERFACE} root tbf {rate}")
 
 
 def _call(line: str) -> None:
@@ -51,5 +65,5 @@ def _call(line: str) -> None:
 
 
 def on_machine(name: str, words: list[str]) -> list[str]:
-    """Return a command that runs on a machine. For gloo, set GLOO_SOCKET_IFNAME=cable0."""
+    """Return a command that runs on a machine. For gloo, set GLOO_SOCKET_IFNAME to the ``INTERFACE``."""
     return ["ip", "netns", "exec", name, *words]

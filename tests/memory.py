@@ -22,13 +22,15 @@ class MeasuredMemory(NamedTuple):
         return self.weights + self.optimizer + self.added_by_step
 
 
-def measure_run(launcher: list[str], recipe: str, flags: list[str], folder: Path) -> MeasuredMemory:
+def measure_run(
+    launcher: list[str], recipe: str, flags: list[str], folder: Path, timeout: float = 400
+) -> MeasuredMemory:
     """Train in a new folder, and return the memory of the process that holds the most."""
     folder.mkdir()
     command = [*launcher, SCRIPT, str(folder), recipe, *flags, "--output_dir", str(folder / "run")]
     # With this threshold, malloc returns freed memory to the system.
     variables = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    run(command, variables, timeout=400).assert_ok()
+    run(command, variables, timeout).assert_ok()
 
     ranks = [MeasuredMemory(**read_json(path)) for path in folder.glob("*.json")]
     return max(ranks, key=lambda memory: memory.weights + memory.optimizer)

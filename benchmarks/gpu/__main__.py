@@ -37,12 +37,12 @@ SECTION_SECONDS = {
 
 def sections() -> dict[str, Callable[..., None]]:
     """Return what each section measures, in their order."""
-    from benchmarks.gpu import curves, gpt2, kernels, llama, machine, passes, same_weights
+    from benchmarks.gpu import gpt2, kernels, llama, passes, same_weights
 
     return {
-        "machine": machine.measure,
+        "machine": kernels.measure_machine,
         "passes": passes.judge,
-        "curves": curves.judge,
+        "curves": passes.judge_curves,
         "same-weights": same_weights.judge,
         "gpt2": gpt2.measure,
         "gpt2-own-vocabulary": gpt2.measure_own_vocabulary,
@@ -78,9 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.rehearse:
         os.environ["ACCELERATE_USE_CPU"] = "true"
 
-    from benchmarks.gpu.call import Call
+    from benchmarks.gpu.call import FULL, TINY, Call
     from benchmarks.gpu.journal import Journal
-    from benchmarks.gpu.sizes import FULL, TINY
     from llmtrain.devices import DEVICES, known_device
 
     device = torch.device("cpu" if arguments.rehearse else "cuda")

@@ -20,14 +20,19 @@ import torch
 from accelerate import Accelerator
 
 import llmtrain as lt
-from benchmarks.gpu.bare_loop import BareLoop, BareStep, GraphedStep, let_capture
-from benchmarks.gpu.call import Call, new_optimizer
+from benchmarks.gpu.call import Call, GPTSize, new_optimizer
 from benchmarks.gpu.journal import Figures
-from benchmarks.gpu.recipe_loop import RecipeLoop, gpt_settings
+from benchmarks.gpu.loops import (
+    BareLoop,
+    BareStep,
+    GraphedStep,
+    RecipeLoop,
+    gpt_settings,
+    let_capture,
+)
 from benchmarks.gpu.rows import batches_on_host, text_rows
-from benchmarks.gpu.sizes import GPTSize
 from benchmarks.gpu.turns import Variant, bytes_of, take_turns
-from benchmarks.nanogpt_loop import NanoGPTLoop
+from benchmarks.nanogpt import NanoGPTLoop
 from benchmarks.runs import GPTShape
 
 _ROWS = 256  # of the data; steps draw them again and again

@@ -15,10 +15,9 @@ import datasets
 import torch
 
 import llmtrain as lt
-from benchmarks.gpu.call import Call
-from benchmarks.gpu.recipe_loop import RecipeLoop, common_settings
+from benchmarks.gpu.call import Call, LlamaSize
+from benchmarks.gpu.loops import RecipeLoop, common_settings
 from benchmarks.gpu.rows import packed_rows, target_share, text_rows
-from benchmarks.gpu.sizes import LlamaSize
 from benchmarks.gpu.turns import take_turns
 from llmtrain.models.attention import ATTENTION_NAME, register
 from llmtrain.models.causal_lm import make_causal_lm

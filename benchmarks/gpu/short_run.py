@@ -16,9 +16,9 @@ import torch
 from accelerate import PartialState
 
 import llmtrain as lt
-from benchmarks.gpu.recipe_loop import GPTSettings, build_gpt
+from benchmarks.gpu.call import FULL, TINY, GPTSize
+from benchmarks.gpu.loops import GPTSettings, build_gpt
 from benchmarks.gpu.rows import text_rows
-from benchmarks.gpu.sizes import FULL, TINY, GPTSize
 from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -13,11 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.gpu import curves, passes, same_weights
+from benchmarks.gpu import passes, same_weights
 from benchmarks.gpu.__main__ import sections
-from benchmarks.gpu.call import Call
+from benchmarks.gpu.call import TINY, Call
 from benchmarks.gpu.journal import Journal
-from benchmarks.gpu.sizes import TINY
 from benchmarks.runs import environment
 from tests.launching import ROOT, long_form
 
@@ -71,32 +71,78 @@ class WrongSign(torch.autograd.Function):
         return -gradient
 
 
-def test_a_gradient_with_a_wrong_sign_is_wrong(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    correct: Callable[..., torch.Tensor] = passes.linear_nll
-
-    def faulty(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return correct(WrongSign.apply(hidden), weight, targets)
-
-    monkeypatch.setattr(passes, "linear_nll", faulty)
-    passes.judge_loss(call)
-
-    assert len(wrong_verdicts(call)) == len(TINY.vocabularies)
+def gradient_with_wrong_sign(correct: Any) -> Any:
+    return lambda hidden, *others: correct(WrongSign.apply(hidden), *others)
 
 
-def test_a_gradient_of_nan_is_wrong(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    correct = passes._output_and_gradient
-
+def gradient_of_nan(correct: Any) -> Any:
     def faulty(attend: Any, qkv: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
         output, gradient = correct(attend, qkv, upstream)
         if qkv.dtype == torch.float32:  # not in the exact results, which are in float64
             gradient = torch.full_like(gradient, float("nan"))
         return [output, gradient]
 
-    monkeypatch.setattr(passes, "_output_and_gradient", faulty)
-    passes.judge_plain_attention(call)
-    passes.judge_packed_attention(call)
+    return faulty
 
-    assert len(wrong_verdicts(call)) == 2
+
+def attention_without_documents(correct: Any) -> Any:
+    return lambda q, k, v, *_: correct(q, k, v)
+
+
+def attention_to_later_positions(correct: Any) -> Any:
+    return passes.F.scaled_dot_product_attention
+
+
+def model_without_documents(correct: Any) -> Any:
+    def faulty(
+        model: Any, columns: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        if dtype != torch.float64:
+            columns = {name: columns[name] for name in ("input_ids", "labels")}
+        return correct(model, columns, device=device, dtype=dtype)
+
+    return faulty
+
+
+def update_that_is_not_orthogonal(correct: Any) -> Any:
+    return lambda matrices: matrices / matrices.norm(dim=(-2, -1), keepdim=True)
+
+
+def optimizer_without_found_inf(correct: Any) -> Any:
+    class Faulty(correct):
+        def step(self, *arguments: Any) -> None:
+            self.found_inf = torch.zeros(())
+            super().step(*arguments)
+
+    return Faulty
+
+
+@pytest.mark.parametrize(
+    ("fault", "replaces", "judge", "count"),
+    [
+        (gradient_with_wrong_sign, "linear_nll", passes.judge_loss, 2),
+        (gradient_of_nan, "_output_and_gradient", passes.judge_plain_attention, 1),
+        (gradient_of_nan, "_output_and_gradient", passes.judge_packed_attention, 1),
+        (attention_without_documents, "causal_attention", passes.judge_packed_attention, 1),
+        (attention_to_later_positions, "causal_attention", passes.judge_plain_attention, 1),
+        (model_without_documents, "_model_pass", passes.judge_packed_model, 1),
+        (update_that_is_not_orthogonal, "orthogonal", passes.judge_muon, 1),
+        (optimizer_without_found_inf, "torch.optim.AdamW", passes.judge_found_inf, 1),
+    ],
+)
+def test_a_planted_fault_is_wrong(
+    fault: Callable[[Any], Any],
+    replaces: str,
+    judge: Callable[[Call], None],
+    count: int,
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    correct = operator.attrgetter(replaces)(passes)
+    monkeypatch.setattr(f"benchmarks.gpu.passes.{replaces}", fault(correct))
+    judge(call)
+
+    assert len(wrong_verdicts(call)) == count
 
 
 def test_two_checkpoints_with_nan_are_not_equal(tmp_path: Path) -> None:
@@ -109,73 +155,6 @@ def test_two_checkpoints_with_nan_are_not_equal(tmp_path: Path) -> None:
     assert not difference.is_none
 
 
-def test_attention_that_ignores_documents_is_wrong(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    correct = passes.causal_attention
-
-    def faulty(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
-        return correct(q, k, v)
-
-    monkeypatch.setattr(passes, "causal_attention", faulty)
-    passes.judge_packed_attention(call)
-
-    assert len(wrong_verdicts(call)) == 1
-
-
-def test_attention_that_sees_later_positions_is_wrong(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(passes, "causal_attention", passes.F.scaled_dot_product_attention)
-    passes.judge_plain_attention(call)
-
-    assert len(wrong_verdicts(call)) == 1
-
-
-def test_a_model_that_ignores_documents_is_wrong(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    correct = passes._model_pass
-
-    def faulty(
-        model: Any, columns: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype
-    ) -> dict[str, torch.Tensor]:
-        if dtype != torch.float64:
-            columns = {name: columns[name] for name in ("input_ids", "labels")}
-        return correct(model, columns, device=device, dtype=dtype)
-
-    monkeypatch.setattr(passes, "_model_pass", faulty)
-    passes.judge_packed_model(call)
-
-    assert len(wrong_verdicts(call)) == 1
-
-
-def test_an_update_that_is_not_orthogonal_is_wrong(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def faulty(matrices: torch.Tensor) -> torch.Tensor:
-        return matrices / matrices.norm(dim=(-2, -1), keepdim=True)
-
-    monkeypatch.setattr(passes, "orthogonal", faulty)
-    passes.judge_muon(call)
-
-    assert len(wrong_verdicts(call)) == 1
-
-
-def test_an_optimizer_that_ignores_found_inf_is_wrong(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Faulty(torch.optim.AdamW):
-        def step(self, *arguments: Any) -> None:
-            self.found_inf = torch.zeros(())
-            super().step(*arguments)
-
-    monkeypatch.setattr(torch.optim, "AdamW", Faulty)
-    passes.judge_found_inf(call)
-
-    assert wrong_verdicts(call) == ["fused AdamW takes found_inf"]
-
-
 def test_a_precision_that_changes_the_losses_is_wrong(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,8 +164,8 @@ def test_a_precision_that_changes_the_losses_is_wrong(
     losses_of_adamw = [exact, exact, wrong]
     losses_of_muon = [exact, exact, exact]
     losses = iter([*losses_of_adamw, *losses_of_muon])
-    monkeypatch.setattr(curves, "_losses", lambda *_, **__: next(losses))
-    curves.judge(call)
+    monkeypatch.setattr(passes, "losses_of_run", lambda *_, **__: next(losses))
+    passes.judge_curves(call)
 
     assert wrong_verdicts(call) == ["adamw in no, 6 steps, by float32"]
 
@@ -298,12 +277,3 @@ def test_a_section_that_takes_too_long_is_left_out(
     assert entry["name"] == "gpt2"
     assert "left_out" in entry
     assert not on_gpu.journal.has_failed
-
-
-def test_the_pythonpath_of_the_caller_reaches_other_processes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/newer/wheels")
-
-    paths = environment()["PYTHONPATH"].split(":")
-    assert paths == [str(ROOT), "/newer/wheels"]
