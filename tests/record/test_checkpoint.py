@@ -155,14 +155,7 @@ def test_a_file_that_cannot_be_deleted_does_not_stop_the_pruning(
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 129, 1000])
-@pytest.mark.parametrize(
-    "unstaged",
-    [
-        pytest.param([], id="all staged"),
-        pytest.param([3], id="last not staged"),
-        pytest.param([0, 2], id="every second staged"),
-    ],
-)
+@pytest.mark.parametrize("unstaged", [[], [3], [0, 2]], ids=str)
 def test_bytes_pass_unchanged_through_the_buffers_for_gpu_tensors(
     size: int, unstaged: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

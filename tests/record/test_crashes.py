@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from llmtrain import files
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, read_state
 from llmtrain.record.saver import Saver
-from llmtrain.record.state_tree import FlatState
 from tests.launching import ROOT, bound
 from tests.record.checkpoint_files import Files, save_step
 from tests.record.power import Disk, watched
@@ -350,38 +349,11 @@ def test_a_kill_inside_a_save_without_a_commit_leaves_a_broken_checkpoint(
 # --- saving in the background
 
 
-@pytest.fixture
-def background_saver(tmp_path: Path) -> Saver:
-    return Saver(tmp_path, Files(), keep=2, in_background=True)
-
-
-def test_a_background_save_writes_the_tensors_of_the_moment_it_began(
-    background_saver: Saver, tmp_path: Path
-) -> None:
-    weights = {"w": torch.ones(1000)}
-    states = {"optimizer": FlatState({}, {"w.exp_avg": weights["w"]})}
-    committed = []
-    for step in (1, 2):
-        background_saver.save(
-            step=step,
-            weights=weights,
-            states=states,
-            state={"step": step},
-            on_commit=lambda step=step: committed.append(step),
-        )
-        weights["w"] += 1  # training goes on
-    background_saver.wait()
-
-    assert committed == [1, 2]
-    for step, path in zip((1, 2), checkpoints(tmp_path), strict=True):
-        for name in ("model/model.safetensors", "optimizer/state.safetensors"):
-            (tensor,) = load_file(path / name).values()
-            assert tensor.unique().tolist() == [step]
-
-
 def test_the_error_of_a_background_save_is_raised_by_the_next_wait(
-    background_saver: Saver, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    background_saver = Saver(tmp_path, Files(), keep=2, in_background=True)
+
     def fail_to_write(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from llmtrain.errors import UserError
 from llmtrain.json_types import Json
@@ -138,28 +139,40 @@ def read_part(checkpoint: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_checkpoint_holds_the_state_of_a_part_as_it_was_at_its_step(
+def test_a_checkpoint_holds_weights_and_the_state_of_a_part_as_they_were_at_its_step(
     in_background: bool, tmp_path: Path
 ) -> None:
     saver = Saver(tmp_path, Files(), keep=9, in_background=in_background)
+    weights = {"w": torch.ones(1000)}
+    committed: list[int] = []
     state = {"count": 1, "average": [torch.ones(3).to(dtype) for dtype in STORABLE_DTYPES]}
     expected_states = []
     for step in (1, 2, 3):
         expected_states.append({"count": step, "average": [t.clone() for t in state["average"]]})
         tree, tensors = flatten(state, "", "Average")
         part = FlatState({"state": tree}, tensors)
-        save(saver, step, {"optimizer": FlatState({}, {}), "parts/Average": part})
+        saver.save(
+            step=step,
+            weights=weights,
+            states={"optimizer": FlatState({}, {}), "parts/Average": part},
+            state={"step": step},
+            on_commit=lambda step=step: committed.append(step),
+        )
 
-        state["count"] += 1  # training goes on
+        weights["w"] += 1  # training goes on
+        state["count"] += 1
         for tensor in state["average"]:
             tensor.zero_()
     saver.wait()
 
+    assert committed == [1, 2, 3]
     for step, expected in enumerate(expected_states, start=1):
         checkpoint = path_of(tmp_path, step)
         assert find_fault(checkpoint) is None
         assert part_names(checkpoint) == ["Average"]
         assert_same(read_part(checkpoint, "Average"), expected)
+        saved_weights = load_file(checkpoint / "model/model.safetensors")["w"]
+        assert saved_weights.unique().tolist() == [step]
 
 
 @pytest.mark.parametrize(

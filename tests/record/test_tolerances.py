@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -49,19 +48,11 @@ def test_the_deviation_of_a_run_covers_values_and_missing_steps(
     assert measured == Deviation(largest=largest, first_step=first_step)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [
-        pytest.param(math.nan, math.nan, 0, id="NaN and NaN"),
-        pytest.param(math.nan, 1.0, math.inf, id="NaN and a number"),
-        pytest.param([1, 2], [2, 1], math.inf, id="different lists"),
-        pytest.param(0.0, 1e-30, 1, id="zero and a tiny number"),
-    ],
-)
-def test_values_other_than_numbers_agree_only_with_themselves(
-    first: Any, second: Any, expected: float
-) -> None:
-    assert relative_difference(first, second) == expected
+def test_values_other_than_numbers_agree_only_with_themselves() -> None:
+    assert relative_difference(math.nan, math.nan) == 0
+    assert relative_difference(math.nan, 1.0) == math.inf
+    assert relative_difference([1, 2], [2, 1]) == math.inf
+    assert relative_difference(0.0, 1e-30) == 1, "zero and a tiny number"
 
 
 def test_counts_have_no_tolerance() -> None:

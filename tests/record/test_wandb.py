@@ -50,9 +50,9 @@ CHECKPOINT = ["checkpoint-abcd1234: state.json"]
 @pytest.mark.parametrize(
     ("log_model", "expected"),
     [
-        pytest.param("end", MODEL, id="end"),
-        pytest.param("checkpoint", CHECKPOINT + MODEL, id="checkpoint"),
-        pytest.param(None, [], id="not set"),
+        ("end", MODEL),
+        ("checkpoint", CHECKPOINT + MODEL),
+        (None, []),
     ],
 )
 def test_wandb_log_model_decides_whether_models_and_checkpoints_are_sent(
