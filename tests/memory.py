@@ -30,6 +30,7 @@ def measure_run(
     command = [*launcher, SCRIPT, str(folder), recipe, *flags, "--output_dir", str(folder / "run")]
     # With this threshold, malloc returns freed memory to the system.
     variables = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    variables["PYTHONWARNINGS"] = "default"  # the benchmarks measure with other versions, too
     run(command, variables, timeout).assert_ok()
 
     ranks = [MeasuredMemory(**read_json(path)) for path in folder.glob("*.json")]

@@ -215,7 +215,9 @@ def test_a_rehearsal_has_all_sections_and_no_wrong_verdict(tmp_path: Path) -> No
     else:
         rehearsed.remove("same-weights")
     command = f"-m benchmarks.gpu --rehearse --out {tmp_path} --sections {' '.join(rehearsed)}"
-    run([*PYTHON, *command.split()], {"OMP_NUM_THREADS": "1"}, timeout=1500).assert_ok()
+    # TRL warns of its own settings.
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+    run([*PYTHON, *command.split()], environment, timeout=1500).assert_ok()
 
     entries = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
     right = {entry["name"] for entry in entries if entry.get("verdict") == "right"}
