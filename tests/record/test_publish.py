@@ -53,7 +53,6 @@ def test_a_model_is_uploaded_to_a_private_repository(
     publish(tmp_path, "someone/model")
     assert hub.created == {"someone/model": {"private": True, "exist_ok": True}}
     (upload,) = hub.uploads
-    assert upload["repo_id"] == "someone/model"
     assert upload["folder_path"] == tmp_path
     assert f"{tmp_path} to someone/model" in capsys.readouterr().out
 

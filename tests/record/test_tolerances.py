@@ -55,11 +55,12 @@ def test_values_other_than_numbers_agree_only_with_themselves() -> None:
     assert relative_difference(0.0, 1e-30) == 1, "zero and a tiny number"
 
 
-def test_counts_have_no_tolerance() -> None:
-    tolerance = tolerance_of("bf16")
+def test_losses_have_tolerances_and_counts_have_none() -> None:
+    exact = tolerance_of("no")
 
-    assert QUANTITIES["target_tokens"].limit(tolerance) == 0
-    assert QUANTITIES["loss"].limit(tolerance) > 0
+    assert QUANTITIES["target_tokens"].limit(exact) == 0
+    assert QUANTITIES["loss"].limit(exact) > 0
+    assert tolerance_of("no", {"optim": "adamw_torch_8bit"}).loss > exact.loss
 
 
 def test_weights_differ_by_the_relative_norm_of_their_difference() -> None:
