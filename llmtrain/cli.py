@@ -11,8 +11,6 @@ from llmtrain._version import __version__
 from llmtrain.config.unknown_names import did_you_mean, hint_for
 from llmtrain.console import prepare_streams
 from llmtrain.errors import MODEL_MEMORY_REMEDY, UserError
-from llmtrain.launching.process import report
-from llmtrain.model_folders import limit_hub_waits
 
 
 class Command(NamedTuple):
@@ -191,15 +189,21 @@ def main(argv: list[str] | None = None) -> None:
         if unknown:
             # The command's own parser names the help that lists what the command takes.
             arguments.parser.refuse_unknown(unknown)
+        from llmtrain.model_folders import limit_hub_waits
+
+        limit_hub_waits()
         try:
-            limit_hub_waits()
             arguments.run(arguments)
         finally:
             sys.stdout.flush()  # here, so that a closed pipe is noticed below
     except BrokenPipeError:  # `llmtrain generate ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except SystemExit:  # --help ends like this, and needs none of the modules below
+        raise
     except BaseException as error:
+        from llmtrain.launching.process import report
+
         sys.exit(report(error, MODEL_MEMORY_REMEDY))
 
 
