@@ -60,31 +60,36 @@ def run(arguments: argparse.Namespace) -> None:
     step = arguments.step if given else 1
 
     history = model = None
-    if folder.is_dir():
+    if not folder.is_dir():
+        if arguments.checkpoint is not None:
+            raise UserError(f"--checkpoint is for a run, and {folder} is a recipe.")
+        data = _data_of_recipe(arguments.recipe, arguments.flags, step)
+    else:
         if arguments.flags:
             raise UserError(f"{arguments.flags[0]} is for a recipe, and {folder} is a folder.")
         history = History.of_run(folder)
         model = _model_of(history, arguments.checkpoint)
-        history = history if step is None else _run_that_made(history, step)
+        if step is not None:
+            history = _run_that_made(history, step)
         data = _data_of_run(history)
-    elif arguments.checkpoint is not None:
-        raise UserError(f"--checkpoint is for a run, and {folder} is a recipe.")
-    else:
-        data = _data_of_recipe(arguments.recipe, arguments.flags, step)
 
-    count = len(data.rows.train)
     proof = ""
     if step is not None:
         numbers, proof = _rows_of_step(data, step, history)
-    elif arguments.row is not None:
+    else:
+        numbers = _chosen_rows(arguments, count=len(data.rows.train))
+    _print(data.rows, numbers, model=model, proof=proof, as_json=arguments.json)
+
+
+def _chosen_rows(arguments: argparse.Namespace, count: int) -> list[int]:
+    """Return the number that ``--row`` names, or so many random ones as ``--random`` says."""
+    if arguments.row is not None:
         if not 0 <= arguments.row < count:
             raise UserError(f"--row {arguments.row}: no such row; the rows are 0 to {count - 1:,}.")
-        numbers = [arguments.row]
-    else:
-        if arguments.random < 1:
-            raise UserError(f"--random {arguments.random} is out of range: print at least one row.")
-        numbers = random.sample(range(count), min(arguments.random, count))
-    _print(data.rows, numbers, model, proof, as_json=arguments.json)
+        return [arguments.row]
+    if arguments.random < 1:
+        raise UserError(f"--random {arguments.random} is out of range: print at least one row.")
+    return random.sample(range(count), min(arguments.random, count))
 
 
 # --- the rows

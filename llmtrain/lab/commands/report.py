@@ -96,7 +96,9 @@ def html(runs: Sequence[History]) -> str:
     # By default, the filter `tojson` sorts keys. The page needs them in their own order.
     environment.policies["json.dumps_kwargs"] = {}
     environment.policies["json.dumps_function"] = json_text
-    environment.filters["as_time"] = _format_time
+    environment.filters["as_time"] = lambda seconds: time.strftime(
+        "%Y-%m-%d %H:%M:%S", time.localtime(seconds)
+    )
     environment.filters["as_size"] = size_text
 
     bars = phase_bars(runs)
@@ -282,10 +284,6 @@ def _format_overview(values: JsonObject) -> dict[str, str]:
         "code": text("git_sha"),
         "latest start": latest_start,
     }
-
-
-def _format_time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _comparable_values(run: History) -> JsonObject:
