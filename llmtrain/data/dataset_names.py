@@ -23,8 +23,8 @@ _CONVERSIONS = {
     ".to_csv('{target}.csv', index=False)",
     ".arrow": "datasets.load_dataset('arrow', data_files='{path}', split='train')"
     ".to_parquet('{target}.parquet')",
-    ".bz2": "bunzip2 --keep {path}",
-    ".xz": "unxz --keep {path}",
+    ".bz2": "bunzip2 --keep '{path}'",
+    ".xz": "unxz --keep '{path}'",
 }
 # The same for folders of save_to_disk, by a file in them.
 _SAVED_ROWS = {
