@@ -95,5 +95,5 @@ torture: $(READY)
 	$(BIN)/pytest --timeout 3600 $(CAMPAIGNS)
 # The benchmark of a GPU on the CPU, with faults planted: before it runs on a card.
 rehearse: $(READY)
-	LLMTRAIN_LONG=1 LLMTRAIN_REHEARSE=1 $(BIN)/pytest tests/benchmarks/test_gpu.py
+	LLMTRAIN_REHEARSE=1 $(BIN)/pytest tests/benchmarks/test_gpu.py
 .PHONY: launches torture rehearse

@@ -44,17 +44,21 @@ GRACE = 30  # seconds between SIGTERM and SIGKILL, as torchrun has it
 
 
 def run_forked(
-    command: list[str], env: dict[str, str] | None = None, timeout: float = 240
+    command: list[str],
+    env: dict[str, str] | None = None,
+    timeout: float = 240,
+    folder: Path = ROOT,
 ) -> Ended:
     """Run a command in forked processes, and wait for them to end.
 
     If a process fails, the others get SIGTERM, and the result has its exit status.
 
     Args:
-        command: begins with ``python``, ``torchrun``, or ``accelerate launch`` with several
-            processes.
+        command: begins with ``python``, ``torchrun`` or ``accelerate launch``. A single process has
+            no variables of its launcher.
         env: variables to add to the environment.
         timeout: seconds after which the test fails.
+        folder: the working directory of the processes.
     """
     launch = _parse_launch(command)
     environment = {**os.environ, **launch.variables, "PYTHONPATH": str(ROOT), **(env or {})}
@@ -63,14 +67,14 @@ def run_forked(
     # torchrun has such a store for its workers.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder, "out"), Path(folder, "err")]
+    with tempfile.TemporaryDirectory() as output_folder:
+        outputs = [Path(output_folder, "out"), Path(output_folder, "err")]
         processes: list[Any] = []
         for rank in range(launch.processes):
             variables = dict(environment)
             if launch.processes > 1:
                 variables |= _rank_variables(rank, launch.processes, store.port)
-            arguments = (launch.script, variables, outputs)
+            arguments = (launch.script, variables, outputs, folder)
             processes.append(forkserver.Process(target=_run_script, args=arguments))
 
         # The first start begins the server. LD_PRELOAD has an effect only when a program begins.
@@ -107,8 +111,9 @@ def _parse_launch(command: list[str]) -> _Launch:
     arguments = launch_command_parser().parse_args(flags)
     arguments, *_ = _validate_launch_command(arguments)
     assert arguments.num_machines in (None, 1)
-    assert arguments.num_processes > 1
     script = [arguments.training_script, *arguments.training_script_args]
+    if arguments.num_processes <= 1:
+        return _Launch(processes=1, script=script, variables={})
     return _Launch(arguments.num_processes, script, prepare_multi_gpu_env(arguments))
 
 
@@ -161,11 +166,13 @@ def _send(signal_number: int, processes: list[Any]) -> None:
             os.kill(process.pid, signal_number)
 
 
-def _run_script(script: list[str], environment: dict[str, str], outputs: list[Path]) -> None:
-    """Become a process that runs a script."""
+def _run_script(
+    script: list[str], environment: dict[str, str], outputs: list[Path], folder: Path
+) -> None:
+    """Become a process that runs a script in a folder."""
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(ROOT)
+    os.chdir(folder)
     for descriptor, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     # tqdm's own lock is shared by processes. One that ends at once would leave it locked.

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from llmtrain.cli import COMMANDS
-from tests.launching import BIN, GPT, ROOT, TINY, metrics, run
+from tests.launching import BIN, GPT, ROOT, TINY, long_form, metrics, run
 
 BLOCK = """
 import sys
@@ -38,6 +38,7 @@ def test_every_command_of_the_trainer_starts_without_the_lab() -> None:
     assert run([sys.executable, "-c", code, "report"]).status, "the lab is blocked"
 
 
+@long_form
 def test_a_run_trains_without_the_lab_and_a_report_without_plotly_names_the_extra(
     tmp_path: Path,
 ) -> None:

@@ -16,11 +16,12 @@ from benchmarks.gpu import passes, same_weights
 from benchmarks.gpu.__main__ import sections
 from benchmarks.gpu.call import TINY, Call
 from benchmarks.gpu.journal import Journal
-from tests.launching import PYTHON, long_form, run
+from tests.launching import PYTHON, run
 
 # `make rehearse` sets it. Runs that are compared by their weights need two dozen processes.
-IS_REHEARSAL = bool(os.environ.get("LLMTRAIN_REHEARSE"))
-rehearsal = pytest.mark.skipif(not IS_REHEARSAL, reason="make rehearse runs it")
+rehearsal = pytest.mark.skipif(
+    not os.environ.get("LLMTRAIN_REHEARSE"), reason="make rehearse runs it"
+)
 
 VERDICTS_OF_PASSES = {
     "fused AdamW takes found_inf",
@@ -206,22 +207,16 @@ def test_a_seed_with_the_rank_in_it_is_wrong(call: Call, tmp_path: Path) -> None
     assert set(wrong_verdicts(call)) == verdicts(call).keys() == LAYOUTS
 
 
-@long_form
+@rehearsal
 def test_a_rehearsal_has_all_sections_and_no_wrong_verdict(tmp_path: Path) -> None:
-    rehearsed = list(sections())
-    right_verdicts = set(VERDICTS_OF_PASSES)
-    if IS_REHEARSAL:
-        right_verdicts |= RESUMED | LAYOUTS
-    else:
-        rehearsed.remove("same-weights")
-    command = f"-m benchmarks.gpu --rehearse --out {tmp_path} --sections {' '.join(rehearsed)}"
+    command = f"-m benchmarks.gpu --rehearse --out {tmp_path} --sections {' '.join(sections())}"
     # TRL warns of its own settings.
     environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
     run([*PYTHON, *command.split()], environment, timeout=1500).assert_ok()
 
     entries = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
     right = {entry["name"] for entry in entries if entry.get("verdict") == "right"}
-    assert right >= right_verdicts
+    assert right >= VERDICTS_OF_PASSES | RESUMED | LAYOUTS
 
     timed = {entry["name"] for entry in entries if "ms" in entry}
     assert {

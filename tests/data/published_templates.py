@@ -5,14 +5,17 @@ The templates are those that come with TRL. ``docs/explanation/templates-table.m
 
 import importlib.util
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.messages import Message
 from tests.data.chats import TEXT, chat
+from tests.launching import long_form
 
 TEMPLATES_PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "templates-table.md"
 
@@ -167,6 +170,32 @@ def _templates() -> dict[str, str]:
 
 
 TEMPLATES = _templates()
+# `make test` has a template of each family, and `make test-all` has all of them.
+_SHORT_FORMS = (
+    "cohere2",
+    "deepseekv3",
+    "gemma3",
+    "gemma4",
+    "glm4moe",
+    "gptoss",
+    "lfm2_v2",
+    "llama3_1",
+    "nemotron_3_super",
+    "phi3_5",
+    "qwen2_5",
+    "qwen3",
+    "qwen3_5_think",
+)
+
+
+def parameters(names: Iterable[str]) -> list[Any]:
+    """Mark the templates that `make test` leaves out. A name may begin with "published "."""
+    marked = []
+    for name in names:
+        template = name.removeprefix("published ")
+        is_long = template in TEMPLATES and template not in _SHORT_FORMS
+        marked.append(pytest.param(name, marks=long_form if is_long else ()))
+    return marked
 
 
 def stops_of(name: str) -> list[str]:

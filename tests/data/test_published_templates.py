@@ -23,6 +23,7 @@ from tests.data.published_templates import (
     TEMPLATES_PAGE,
     TOOLS,
     answer,
+    parameters,
     stops_of,
     tokenizer_of,
     user,
@@ -135,7 +136,7 @@ def is_target_of(message: Message, target: str) -> bool:
     return all((word in content) == (word in target) for word in DISTINCT_WORDS)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", parameters(TEMPLATES))
 def test_each_turn_is_a_target_once_and_the_table_has_the_sequences(name: str) -> None:
     cells = [cell_of(name, kind) for kind in KINDS]
 

@@ -118,7 +118,7 @@ def render(renderer: Renderer, conversation: Conversation) -> Rendered | str:
         return str(error)
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", published_templates.parameters(TOKENIZERS))
 def test_conversations_in_one_piece_have_the_sequences_of_turn_by_turn(name: str) -> None:
     generator = random.Random(name)
     tokenizer = TOKENIZERS[name]()
@@ -198,7 +198,7 @@ def with_text(conversation: Conversation, text: str) -> Conversation:
 COMPARABLE = [name for name in TOKENIZERS if not re.search("single_word|sentencepiece|strip", name)]
 
 
-@pytest.mark.parametrize("name", COMPARABLE)
+@pytest.mark.parametrize("name", published_templates.parameters(COMPARABLE))
 def test_special_tokens_in_messages_are_text_for_every_template(name: str) -> None:
     """The sequences are those of a word in their place, apart from the text of the word."""
     generator = random.Random(name)

@@ -18,6 +18,7 @@ from tests.launching import (
     PREFERENCE,
     PYTHON,
     accelerate,
+    long_form,
     series,
     write_chats,
     write_pairs,
@@ -65,8 +66,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "launcher",
-    [accelerate("cpu_ddp"), accelerate("fsdp2", "--mixed_precision", "no")],
-    ids=["DDP", "FSDP2"],
+    [
+        pytest.param(accelerate("cpu_ddp"), id="DDP", marks=long_form),
+        pytest.param(accelerate("fsdp2", "--mixed_precision", "no"), id="FSDP2"),
+    ],
 )
 def test_the_first_step_from_an_adapter_is_the_next_step_of_its_run(
     launcher: list[str], folder: Path, tmp_path: Path

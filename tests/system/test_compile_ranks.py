@@ -11,7 +11,8 @@ from tests.forked import run_forked
 from tests.launching import TINY, accelerate, long_form, run
 
 
-@pytest.mark.parametrize("precision", [pytest.param("no", marks=long_form), "bf16"])
+@long_form
+@pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_compiled_blocks_of_a_sharded_model_have_the_same_gradients(precision: str) -> None:
     """With bf16, the norms of a block are an FSDP unit inside the block."""
     launcher = accelerate("fsdp2", "--mixed_precision", precision)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from llmtrain.commands.trial import FinishedRun
 from llmtrain.lab.commands.diff import RunDifference, diff_lines, diff_runs
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import QUANTITIES
@@ -155,6 +156,18 @@ def test_equal_runs_have_no_difference(name: str, runs: Path, score: Callable[[s
     assert difference.first is None, "\n".join(diff_lines(difference, "reference", name))
     # A run in a new folder begins with the log of the run whose checkpoint it resumes.
     assert difference.common_entries == 12
+
+
+def test_verify_tells_another_seed_from_another_layout(runs: Path) -> None:
+    reference, layout, seed = [
+        FinishedRun(name, runs / name, is_float64=False)
+        for name in ("reference", "larger micro-batches", "seed")
+    ]
+
+    assert reference.compare(layout, same_bits=False).wrong == []
+    faults = reference.compare(seed, same_bits=True).wrong
+    assert "seed: different rows from step 1 on" in faults
+    assert "seed: eval losses differ in some bits" in faults
 
 
 # --- the command

@@ -200,12 +200,12 @@ LAST_STATUS = Case("new", "run/status.json", "rename", number=4, error="EIO")
 
 @needs_failing_calls
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", [12, pytest.param(200, marks=long_form)])
+@pytest.mark.parametrize("count", [8, pytest.param(60, marks=long_form)])
 def test_a_call_that_fails_once_costs_one_line(
     count: int, runs: Runs, score: Callable[[str], None]
 ) -> None:
     cases = runs.cases()
-    if not ALL_ERRORS or count == 12:
+    if not ALL_ERRORS or count == 8:
         cases = [LAST_STATUS, *random.Random(count).sample(cases, count)]
     faulty = {case: faults for case in cases if (faults := runs.faults(case))}
     score(f"disk: failing calls with another end than promised: {bound(len(faulty), len(cases))}")

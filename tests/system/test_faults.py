@@ -123,7 +123,7 @@ SILENT = re.compile(
 
 
 @pytest.mark.timeout(120 + 60 * TIMES)
-@pytest.mark.parametrize("fault", ["stops", "killed"])
+@pytest.mark.parametrize("fault", ["stops", pytest.param("killed", marks=long_form)])
 def test_a_rank_that_is_silent_is_named_by_the_others(
     fault: str, tiny: list[str], tmp_path: Path, score: Callable[[str], None]
 ) -> None:
@@ -282,7 +282,13 @@ def test_the_end_of_the_batch_job_ends_the_run_with_a_checkpoint_before(
 # --- numbers, memory and disk
 
 
-@pytest.mark.parametrize("launcher", [torchrun(2), sharded("fsdp2")], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(torchrun(2), id="ddp"),
+        pytest.param(sharded("fsdp2"), id="fsdp2", marks=long_form),
+    ],
+)
 def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(
     launcher: list[str], tiny: list[str], folder: Path, tmp_path: Path
 ) -> None:

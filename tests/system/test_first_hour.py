@@ -1,4 +1,7 @@
-"""The first hour of a new user: a run over epochs, with a validation file, stopped and extended."""
+"""The first hour of a new user: a run over epochs, with a validation file, stopped and extended.
+
+And the sentence of README that llmtrain sends nothing.
+"""
 
 import math
 import shlex
@@ -6,7 +9,7 @@ import signal
 from pathlib import Path
 
 from tests.forked import run_forked
-from tests.launching import GPT, PYTHON, interrupt, metrics, read_json, series
+from tests.launching import GPT, PYTHON, TINY, interrupt, long_form, metrics, read_json, run, series
 
 FLAGS = shlex.split(
     "--n_layer 1 --n_head 2 --n_embd 16 --block_size 32 --tokenizer byte "
@@ -48,3 +51,38 @@ def test_a_run_of_epochs_is_stopped_finished_and_extended(tmp_path: Path) -> Non
     extended_losses = series(tmp_path / "run-2", "train/loss")
     assert {step: extended_losses[step] for step in losses} == losses
     assert max(extended_losses) == 3 * max(losses) // 2
+
+
+# Runs a recipe, and ends it if it looks up another host or connects to one.
+WITHOUT_OTHER_HOSTS = """
+import os, runpy, socket, sys
+
+own_names = (None, "", "localhost", "127.0.0.1", "::1", socket.gethostname())
+
+def end_if_other_host(event, arguments):
+    if event == "socket.getaddrinfo" and arguments[0] not in own_names:
+        print("looked up", arguments[0], file=sys.stderr, flush=True)
+        os._exit(3)
+    if event == "socket.connect" and isinstance(arguments[1], tuple):
+        if arguments[1][0] not in own_names:
+            print("connected to", arguments[1], file=sys.stderr, flush=True)
+            os._exit(3)
+
+sys.addaudithook(end_if_other_host)
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@long_form
+def test_a_run_without_trackers_looks_up_no_other_host(text_file: Path, tmp_path: Path) -> None:
+    flags = ["--dataset", str(text_file), "--output_dir", str(tmp_path / "run")]
+    command = [*PYTHON, "-c", WITHOUT_OTHER_HOSTS, GPT, *TINY, *flags]
+    online = {"HF_HUB_OFFLINE": "", "HF_HUB_DISABLE_TELEMETRY": ""}
+
+    run(command, online).assert_ok()
+    hub_name = run([*command, "--tokenizer", "gpt2"], online)
+
+    assert hub_name.status == 3
+    assert "looked up huggingface.co" in hub_name.err

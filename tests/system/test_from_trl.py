@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.forked import run_forked
-from tests.launching import PYTHON, ROOT, make_look_killed, read_json, series, start_process, wait
+from tests.launching import PYTHON, ROOT, make_look_killed, read_json, series
 
 MIGRATE = ROOT / "docs" / "migrate"
 PAGE = ROOT / "docs" / "guides" / "from-trl.md"
@@ -35,7 +35,7 @@ def trainer_state(tmp_path_factory: pytest.TempPathFactory) -> TrainerState:
     pytest.importorskip("trl", reason="needs trl, which comes with the extra dev")
     folder = tmp_path_factory.mktemp("trl")
     command = [*PYTHON, str(MIGRATE / "trl_own.py"), "--output_dir", "run"]
-    wait(start_process(command, {"ACCELERATE_USE_CPU": "true"}, tree=folder)).assert_ok()
+    run_forked(command, {"ACCELERATE_USE_CPU": "true"}, folder=folder).assert_ok()
 
     state: TrainerState = read_json(folder / "run" / "checkpoint-18" / "trainer_state.json")
     return state

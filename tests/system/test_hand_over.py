@@ -166,6 +166,7 @@ def grpo_run(
     return GrpoRun(trainer, first_loss, generations, folder)
 
 
+@long_form
 def test_grpo_begins_with_the_weights_and_the_stop_tokens_of_the_run(
     grpo_run: GrpoRun, finished: Path, answers: Answers
 ) -> None:
@@ -178,6 +179,7 @@ def test_grpo_begins_with_the_weights_and_the_stop_tokens_of_the_run(
     assert text_model.stop_token_ids == last_tokens | {text_model.tokenizer.eos_token_id}
 
 
+@long_form
 def test_grpo_has_the_prompts_of_the_run_and_its_answers_end(
     grpo_run: GrpoRun, answers: Answers
 ) -> None:
@@ -196,6 +198,7 @@ def test_grpo_has_the_prompts_of_the_run_and_its_answers_end(
     assert ended_answers >= 4, "half of the answers, at least"
 
 
+@long_form
 def test_llmtrain_reads_the_model_that_trl_has_saved(
     grpo_run: GrpoRun,
     finished: Path,

@@ -42,7 +42,7 @@ FLAGS += shlex.split("--n_embd 128 --ddp_timeout 8")
 DDP = accelerate("cpu_ddp")
 FSDP2 = accelerate("fsdp2", "--mixed_precision", "no")
 # A bitwise run has the bits of one process in any layout, so each start has another layout.
-BITWISE_LAUNCHERS = [DDP, DDP, DDP, torchrun(4), DDP, PYTHON]
+BITWISE_LAUNCHERS = [DDP, PYTHON, DDP, torchrun(4), DDP]
 
 
 def end_of(folder: Path) -> tuple[str, str, dict[int, float]]:
@@ -157,7 +157,7 @@ def test_killed_runs_end_with_the_same_bits_and_rows(
 ) -> None:
     recipe = [GPT, *FLAGS, *flags, "--dataset", str(text_file), "--output_dir"]
     reference = tmp_path / "reference"
-    run_forked([*launchers[-1], *recipe, str(reference)]).assert_ok()
+    run_forked([*launchers[1 % len(launchers)], *recipe, str(reference)]).assert_ok()
 
     draw = Random(KILLS)
     starts = 0

@@ -165,12 +165,13 @@ def test_each_log_entry_has_the_keys_of_its_kind(on_one_process: Path) -> None:
 # --- configs
 
 
+@long_form
 @pytest.mark.parametrize(
     ("config", "processes"),
     [
+        ("cpu", 1),
         ("single_gpu", 1),
-        pytest.param("cpu", 1, marks=long_form),
-        pytest.param("multi_gpu", 2, marks=long_form),
+        ("multi_gpu", 2),
     ],
 )
 def test_a_shipped_config_starts_the_recipe(

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launching import BIN, PYTHON, run, start_process, stop_group, torchrun
+from tests.launching import BIN, PYTHON, long_form, run, start_process, stop_group, torchrun
 from tests.waiting import wait_until
 
 SCRIPT = "tests/system/launched.py"
@@ -70,7 +70,7 @@ def behind_wrapper(command: list[str], folder: Path) -> list[str]:
             WITH_LAUNCHER | {"precision": "no", "threads": 2, "on_cpu": True, "processes": 1},
             id="flags with default values",
         ),
-        pytest.param(torchrun(2), [], WITH_LAUNCHER | NO_SETTINGS, id="torchrun"),
+        pytest.param(torchrun(1), [], WITH_LAUNCHER | NO_SETTINGS, id="torchrun"),
     ],
 )
 def test_the_defaults_of_a_launcher_are_no_settings(
@@ -90,7 +90,7 @@ def test_with_plain_python_the_variables_count() -> None:
 
 
 def test_a_number_of_threads_that_was_exported_before_the_launcher_is_a_setting() -> None:
-    assert launched([*torchrun(2), SCRIPT], {"OMP_NUM_THREADS": "3"})["threads"] == 3
+    assert launched([*torchrun(1), SCRIPT], {"OMP_NUM_THREADS": "3"})["threads"] == 3
 
 
 def test_a_flag_of_accelerate_comes_before_its_config(tmp_path: Path) -> None:
@@ -98,16 +98,13 @@ def test_a_flag_of_accelerate_comes_before_its_config(tmp_path: Path) -> None:
     config.write_text(
         "distributed_type: 'NO'\nnum_processes: 1\nmixed_precision: 'no'\nuse_cpu: true\n"
     )
-    flags = ["--config_file", str(config), "--num_cpu_threads_per_process", "5"]
-    settings = {"precision": "no", "threads": 5, "on_cpu": True, "processes": 1}
+    flags = ["--config_file", str(config), "--mixed_precision", "bf16"]
+    settings = {"precision": "bf16", "threads": None, "on_cpu": True, "processes": 1}
     assert launched([*LAUNCH, *flags, SCRIPT]) == WITH_LAUNCHER | settings
-
-    flags += ["--mixed_precision", "bf16"]
-    assert launched([*LAUNCH, *flags, SCRIPT])["precision"] == "bf16"
 
 
 def test_behind_a_wrapper_script_torchrun_is_a_launcher_but_not_the_parent(tmp_path: Path) -> None:
-    settings = launched(behind_wrapper(torchrun(2), tmp_path))
+    settings = launched(behind_wrapper(torchrun(1), tmp_path))
     assert settings["by_launcher"] is False
     assert settings["has_launcher"] is True
 
@@ -120,7 +117,7 @@ def test_behind_a_wrapper_script_torchrun_is_a_launcher_but_not_the_parent(tmp_p
     [
         pytest.param(PYTHON, 130, id="python"),
         pytest.param(LAUNCH_ONE, 0, id="accelerate"),
-        pytest.param(torchrun(1), 0, id="torchrun"),
+        pytest.param(torchrun(1), 0, id="torchrun", marks=long_form),
     ],
 )
 def test_a_stopped_run_has_its_exit_status_only_without_a_launcher(
@@ -148,7 +145,10 @@ launch(main)
 
 @pytest.mark.parametrize(
     "launcher",
-    [pytest.param(LAUNCH_ONE, id="accelerate"), pytest.param(torchrun(1), id="torchrun")],
+    [
+        pytest.param(LAUNCH_ONE, id="accelerate", marks=long_form),
+        pytest.param(torchrun(1), id="torchrun"),
+    ],
 )
 def test_a_process_dies_with_its_launcher(launcher: list[str], tmp_path: Path) -> None:
     script = tmp_path / "sleeper.py"

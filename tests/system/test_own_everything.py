@@ -75,6 +75,7 @@ def test_another_coefficient_of_the_loss_makes_another_run(
     assert f"run       {killed}-2 (new; {killed} {reason})\n" in ended.out
 
 
+@long_form
 def test_fsdp2_makes_the_average_and_the_eval_metrics_of_one_process(
     flags: list[str], finished: Path, tmp_path: Path
 ) -> None:

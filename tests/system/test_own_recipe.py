@@ -75,6 +75,7 @@ def test_two_processes_make_the_run_of_one(recipe: Path) -> None:
     run([str(BIN / "llmtrain"), "verify", "layout", str(recipe)], timeout=200).assert_ok()
 
 
+@long_form
 def test_the_sharded_recipe_of_the_page_has_the_same_metric(recipe: Path, tmp_path: Path) -> None:
     pattern = r"# in __init__, instead of self.layer\n(.*?\n)\n(    def predict.*?)```"
     [(layers, predict)] = re.findall(pattern, PAGE, re.DOTALL)

@@ -128,7 +128,7 @@ def test_the_flags_that_fit_do_so_and_the_next_cheaper_ones_do_not(
         score(f"fit: {flags or 'default flags'}: predicted {candidate.total / measured - 1:+.1%}")
         return measured
 
-    for limit in (800e6, 400e6, 200e6):
+    for limit in (800e6, 200e6):
         fit = fit_into(limit, plan, request)
         assert fit.fits
         assert bytes_needed(fit.chosen) <= limit
@@ -144,6 +144,7 @@ print("peak", resident("VmHWM"))
 """
 
 
+@long_form
 @needs_measurement
 def test_a_large_model_is_planned_without_memory_for_it() -> None:
     plan_flags = shlex.split(
@@ -173,8 +174,10 @@ def test_a_large_model_is_planned_without_memory_for_it() -> None:
 # --- the command
 
 
-def test_a_plan_is_printed_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = shlex.split("--global_batch_size 2 --processes 2 --device h100-80gb")
+def test_a_plan_is_printed_as_tables(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = shlex.split(
+        f"--global_batch_size 2 --processes 2 --device h100-80gb --dataset {text_file}"
+    )
 
     main(["plan", GPT, *TINY, *flags])
 
@@ -229,9 +232,10 @@ def test_a_few_measured_steps_correct_the_times_of_a_plan(
     ],
 )
 def test_an_impossible_plan_is_an_error_of_one_line(
-    flags: str, named: str, capsys: pytest.CaptureFixture[str]
+    flags: str, named: str, text_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, _, err = run_cli(capsys, "plan", GPT, *TINY, *flags.split())
+    data = ["--dataset", str(text_file)]
+    status, _, err = run_cli(capsys, "plan", GPT, *TINY, *data, *flags.split())
 
     assert status == 2
     assert err.count("\n") == 1

@@ -45,13 +45,13 @@ LAUNCHERS = {
 
 # `sharded_ranks.Case` explains these names.
 SHORT_CASES = shlex.split(
-    "gpt/1 gpt/4 gpt-each/4 gpt-muon/1 lfm2-muon/1 llama/1 llama/4 mixtral/1 "
-    "base_of_experts-lora/1 base-dora-grown/1 base-lora-saved/1 half-lora/1 tied-lora-grown/1"
+    "gpt/1 gpt/4 gpt-each/4 gpt-muon/1 llama/1 llama/4 mixtral/1 "
+    "base_of_experts-lora/1 base-dora-grown/1 half-lora/1 tied-lora-grown/1"
 )
 # qwen3, phi3 and gpt_neox have norms inside heads, joined projections, and fused heads.
 LONG_CASES = shlex.split(
-    "base-dora/1 base-full/1 base-lora/1 base-lora/4 gpt2base-dora/1 lfm2/4 tied-full-again/4 "
-    "qwen3/1 phi3/1 gpt_neox/1"
+    "base-dora/1 base-full/1 base-lora/1 base-lora/4 base-lora-saved/1 gpt2base-dora/1 lfm2/4 "
+    "lfm2-muon/1 tied-full-again/4 qwen3/1 phi3/1 gpt_neox/1"
 )
 CASES = [*SHORT_CASES, *LONG_CASES] if LONG else SHORT_CASES
 STEPS = 5 if LONG else 3

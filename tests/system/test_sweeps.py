@@ -108,6 +108,7 @@ def test_a_run_of_a_sweep_is_resumed_by_its_id(text_file: Path, tmp_path: Path) 
 # --- recipes/sweep.yaml
 
 
+@long_form
 def test_the_sweep_file_starts_a_run(text_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     parameters = {"learning_rate": 0.0123, "weight_decay": 0.1, "output_dir": str(folder)}

@@ -74,8 +74,8 @@ def assert_each_step_waits_once(
     ("launcher", "recipe"),
     [
         pytest.param(PYTHON, TINY_GPT, id="gpt"),
-        pytest.param(ON_TWO, TINY_GPT, id="gpt on 2"),
-        pytest.param(PYTHON, LLAMA, id="packed"),
+        pytest.param(ON_TWO, TINY_GPT, id="gpt on 2", marks=long_form),
+        pytest.param(PYTHON, LLAMA, id="packed", marks=long_form),
         pytest.param(ON_TWO, LLAMA, id="packed on 2", marks=long_form),
         pytest.param(FSDP2, LLAMA, id="packed, sharded"),
         pytest.param(PYTHON, [*LLAMA, "--no_packing"], id="not packed"),

@@ -14,10 +14,11 @@ from tests.launching import FINETUNE, GPT, long_form
 
 MODEL = (
     "--n_layer 8 --n_head 4 --n_embd 256 --block_size 128 --tokenizer byte "
-    "--global_batch_size 4 --per_device_train_batch_size 2"
+    "--global_batch_size 4 --per_device_train_batch_size 2 --max_train_samples 100"
 )
 LLAMA = (
-    "--from_config llama --tokenizer byte --max_length 512 --config_overrides "
+    "--from_config llama --tokenizer byte --max_length 512 --max_train_samples 100 "
+    "--config_overrides "
     "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,intermediate_size=128"
 )
 NOTHING = 1  # byte
