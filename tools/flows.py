@@ -1,0 +1,118 @@
+"""Count what a flow of the package passes: functions, modules and records.
+
+``python tools/flows.py chat`` prints it for a conversation on its way from JSON to rows on disk,
+and ``python tools/flows.py batch`` for such a row on its way from disk to a tensor. ``--list``
+prints the names, too. Comprehensions and lambdas are part of the function that has them.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = str(ROOT / "llmtrain")
+
+
+class Passed:
+    """The functions, modules and records that were passed while it was on the stack.
+
+    Attributes:
+        functions: as ``module:function``.
+        records: the names of the records that were made.
+    """
+
+    def __init__(self) -> None:
+        self.functions: set[str] = set()
+        self.records: set[str] = set()
+
+    def __enter__(self) -> "Passed":
+        threading.setprofile(self._on_event)
+        sys.setprofile(self._on_event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+    @property
+    def modules(self) -> set[str]:
+        return {function.partition(":")[0] for function in self.functions}
+
+    def _on_event(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE):
+            name = code.co_qualname
+            is_part_of_another = name.endswith("comp>") or name.endswith(">")
+            if not is_part_of_another:
+                module = code.co_filename[len(PACKAGE) + 1 :].removesuffix(".py")
+                self.functions.add(f"{module}:{name}")
+        elif code.co_filename == "<string>":
+            # Constructors of named tuples and dataclasses, which Python has made from a string.
+            made = frame.f_locals.get("_cls") or type(frame.f_locals.get("self"))
+            if made.__module__.startswith("llmtrain"):
+                self.records.add(made.__name__)
+
+
+def rows_of_chats(folder: Path) -> Callable[[], Any]:
+    """Return a function that makes rows of 40 conversations in a folder."""
+    import llmtrain as lt
+    from recipes import finetune
+    from tests.launching import write_chats
+
+    chats = write_chats(folder / "chats.jsonl", count=40)
+    flags = f"--from_config llama --tokenizer byte --max_length 128 --dataset {chats}"
+    settings = lt.parse(finetune.DEFAULTS, flags.split())
+    return lambda: finetune.tokenized(settings)
+
+
+def first_batch(folder: Path) -> Callable[[], Any]:
+    """Return a function that loads the batch of the first step of such rows."""
+    from llmtrain.data.loader import train_loader
+
+    rows = rows_of_chats(folder)()
+
+    def load() -> Any:
+        steps = range(1)
+        loader = train_loader(rows.train, global_batch_size=8, micro_batch=4, steps=steps, seed=0)
+        return next(iter(loader)).batches
+
+    return load
+
+
+FLOWS = {"chat": rows_of_chats, "batch": first_batch}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("flow", choices=FLOWS)
+    parser.add_argument("--list", action="store_true", help="print the names, too")
+    arguments = parser.parse_args()
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    sys.path.insert(0, str(ROOT))
+    # The first time, modules are imported. What they do then is not part of the flow.
+    for _ in range(2):
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["LLMTRAIN_CACHE"] = str(Path(folder, "cache"))
+            flow = FLOWS[arguments.flow](Path(folder))
+            with Passed() as passed:
+                flow()
+
+    if arguments.list:
+        print(*sorted(passed.functions), *sorted(passed.records), sep="\n")
+    print(
+        f"{len(passed.functions)} functions, {len(passed.modules)} modules, "
+        f"{len(passed.records)} records: {', '.join(sorted(passed.records))}"
+    )
+
+
+if __name__ == "__main__":
+    main()
