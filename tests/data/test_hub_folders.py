@@ -1,6 +1,5 @@
 """Folders in the layout of the hub: flags choose splits as in TRL."""
 
-import shutil
 from pathlib import Path
 
 import datasets
@@ -113,6 +112,9 @@ def test_another_split_of_a_cached_folder_is_another_cache_entry(chats, capsys):
         assert tokenized.eval is None
         assert capsys.readouterr().out.endswith(f"; {source}\n")
 
+    write_texts(chats / "data" / "test_sft-00000-of-00001.parquet", "another")
+    assert train_documents(tokenize_data(chats, dataset_train_split="test_sft")) == ["another"]
+
 
 def test_an_absent_split_is_an_error_that_names_the_others(chats):
     message = complaint(chats)
@@ -135,18 +137,6 @@ def test_splits_and_files_can_be_mixed(chats, tmp_path):
     assert eval_documents(of_others) == ["eval"]
     message = complaint(file, eval_dataset=[str(chats)])
     assert message.startswith(f"--eval_dataset {chats} has no split 'test'")
-
-
-def test_the_fingerprint_depends_on_the_content_and_the_split(chats, tmp_path):
-    original = open_split(chats, "train_sft").fingerprint()
-    test_split = open_split(chats, "test_sft")
-    assert test_split.fingerprint() != original
-    assert test_split.first.place.endswith(", test_sft row 0")
-
-    copy = shutil.copytree(chats, tmp_path / "copy")
-    assert open_split(copy, "train_sft").fingerprint() == original
-    write_texts(copy / "data" / "test_sft-00000-of-00001.parquet", "another")
-    assert open_split(copy, "train_sft").fingerprint() != original
 
 
 # --- configurations

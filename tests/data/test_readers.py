@@ -65,13 +65,11 @@ FILES = {
     "array.json": json.dumps(RECORDS, indent=1),
     "data.json": json.dumps({"version": 1, "data": RECORDS}),
     "lines.json": LINES,
-    "lines.jsonl": LINES,
     "LINES.NDJSON": LINES,
     "empty-lines.jsonl": LINES.replace("\n", "\r\n  \n"),
     "escaped.jsonl": "".join(json.dumps(record) + "\n" for record in RECORDS),
     "begins-with-a-byte-order-mark.jsonl": BOM + LINES.encode(),
     "lines.jsonl.gz": gz(LINES),
-    "lines.jsonl.zst": zstd(LINES),
     "parts.jsonl.gz": b"".join(gz(line) for line in LINES.splitlines(keepends=True)),
     "parts.jsonl.zst": b"".join(zstd(line) for line in LINES.splitlines(keepends=True)),
     "table.csv": csv_text(),
@@ -112,10 +110,8 @@ def test_every_kind_of_file_yields_the_same_records(tmp_path, name):
 
 
 TEXT_FILES = {
-    "a.txt": LINES,
     "a.md": BOM + LINES.encode(),
     "a.txt.gz": gz(LINES),
-    "a.md.zst": zstd(LINES),
 }
 
 
@@ -157,16 +153,13 @@ BAD_CONTENT = {
     # JSON arrays and objects.
     "no-comma.json": ('[{"a": 1}\n{"a": 2}]', "line 2"),
     "text-after.json": ('[{"a": 1}]\n\n[]', "line 3"),
-    "empty-array.json": ("[]", "the array is empty"),
     "mixed.json": ('[{"a": 1}, [2]]', "record 1"),
     "other-key.json": ('{"rows": [{"a": 1}], "n": 3}', "not an array of records"),
-    "deep.json": ("[" * 100_000, "not JSON"),
     "half-lines.json": ('{"a": 1}\n{"a": 2}\noops\n', "line 3"),
     # Lines.
     "cut.jsonl": ('{"text": "a"}\n\n{"text": "b', "line 3"),
     "deep.jsonl": ("[" * 100_000, "line 1"),
     "null.jsonl": ('{"text": "a"}\nnull\n', "line 2"),
-    "long-number.jsonl": (f'{{"text": "a"}}\n{{"n": {"1" * 5000}}}\n', "line 2"),
     # Tables.
     "quote.csv": ('id,text\n1,a\n2,"b" c\n3,d\n', "line 3"),
     "unclosed.csv": ('id,text\n1,a\n2,b\n3,"c', "line 4"),
@@ -174,12 +167,10 @@ BAD_CONTENT = {
     # Names that are there twice.
     "twice.csv": ("text,id,text\na,1,b\n", "'text' is there twice"),
     "twice.jsonl": ('{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2"),
-    "twice.json": ('[{"turns": [{"role": "user", "role": "b"}]}]', "'role' is there twice"),
     "twice.parquet": (TWICE, "'text' is there twice"),
     # Encodings. The second is Latin-1 after UTF-8.
     "two-encodings.json": ('[\n"é",\n'.encode() + '"é"]'.encode("latin-1"), "line 3: byte 0xe9"),
     "utf16.jsonl": (LINES.encode("utf-16"), "UTF-16"),
-    "two-encodings.jsonl": (LINES.encode() + b'{"a": "\xe9"}', "line 4: byte 0xe9"),
     "two-encodings.csv": ("a\né\n".encode() + "é\n".encode("latin-1"), "line 3: byte 0xe9"),
     "two-encodings.md": (BOM + b"one\r\n\r\n\xe9\r\n", "line 3: byte 0xe9"),
     "cut-character.txt": ("one\ntwö".encode()[:-1], "line 2: byte 0xc3"),
@@ -188,7 +179,6 @@ BAD_CONTENT = {
     "damaged.parquet": (PARQUET[:20] + b"\x99" * 20 + PARQUET[40:], "damaged"),
     # Compressed files.
     "cut.jsonl.gz": (gz(LINES * 1000)[:-1], "decompressed"),
-    "half.jsonl.zst": (zstd(LINES * 1000)[:60], "decompressed"),
     "no-archive.json.zst": (b"no archive " * 9, "decompressed"),
     "empty.txt.gz": (b"", "empty"),
 }
@@ -208,7 +198,6 @@ def test_bad_content_is_an_error_that_names_the_place(tmp_path, name):
     [
         ("a.jsonl", '{"a": 1}\n{"a": "' + "x" * 100, "line 2"),
         ("a.csv", "a,b\n1," + "x" * 100, "line 2"),
-        ("a.csv", 'a\n"' + "x\n" * 100, "a.csv"),
         ("a.jsonl.gz", gz('{"a": "' + "x" * 100), "line 1"),
     ],
 )
@@ -222,7 +211,6 @@ BAD_FIELDS = {
     "absent.jsonl": ('{"text": "a"}\n\n{"txt": "b"}\n', "line 3"),
     "null.jsonl": ('{"text": null}\n', "line 1"),
     "surrogate.jsonl": ('{"text": "a"}\n{"text": "b\\ud800"}\n', "line 2"),
-    "absent.csv": ("id,body\n1,a\n", "line 2"),
     "short.csv": ("id,text\n1,a\n2\n", "line 3"),
     "null.parquet": (parquet(pyarrow.table({"text": ["a", None]})), "row 1"),
     "bytes.parquet": (parquet(pyarrow.table({"text": [b"a"]})), "row 0"),
