@@ -143,18 +143,11 @@ def test_an_error_of_the_tokenizers_own_template_says_whose_it_is():
 LOOPS = "{% for a in range(2000) %}{% for b in range(2000) %}{% endfor %}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        pytest.param(LOOPS, id="loops"),
-        pytest.param("{{ ([range(2000) | list] * 20000) | map('sum') | sum }}", id="filters"),
-    ],
-)
-def test_a_template_that_loops_for_long_is_refused_by_name(template, tmp_path, monkeypatch):
-    """These end after a second or less. With more zeros, they would take hours."""
+def test_a_template_that_loops_for_long_is_refused_by_name(tmp_path, monkeypatch):
+    """The loops end after a second. With more zeros, they would take hours."""
     monkeypatch.setattr(jinja_template, "TRIAL_SECONDS", 0.01)
     path = tmp_path / "loops.jinja"
-    path.write_text(template)
+    path.write_text(LOOPS)
 
     with pytest.raises(UserError, match=f"^--chat_template {path} takes more than"):
         set_template(make(), str(path))
@@ -212,26 +205,14 @@ SCOPED = """
 {%- endfor -%}"""
 
 
-def render(template: str, find_spans: bool = False) -> jinja_template.RenderedText:
+def render(template: str, find_spans: bool = False) -> str:
     jinja = JinjaTemplate(make(template))
-    return jinja.render(jinja.plain_data(TWO_TURNS.messages, None), find_spans=find_spans)
+    return jinja.render(jinja.plain_data(TWO_TURNS.messages, None), find_spans=find_spans).text
 
 
-@pytest.mark.parametrize(
-    "template", [SCOPED, *map(marked, TEMPLATES.values())], ids=["scoped", *TEMPLATES]
-)
-def test_the_text_is_the_same_whether_spans_are_found_or_not(template):
-    without_spans = render(template)
-    with_spans = render(template, find_spans=True)
-
-    assert with_spans.text == without_spans.text
-    assert without_spans.spans is None
-    marked_texts = [with_spans.text[start:stop] for start, stop in with_spans.spans]
-    assert any("b" in text for text in marked_texts)
-
-
-def test_a_block_has_its_own_variables():
-    assert render(SCOPED, find_spans=True).text == "1a?!2b?!3c?!4d?!"
+@pytest.mark.parametrize("find_spans", [True, False])
+def test_a_block_has_its_own_variables(find_spans):
+    assert render(SCOPED, find_spans) == "1a?!2b?!3c?!4d?!"
 
 
 @pytest.mark.parametrize(

@@ -189,31 +189,16 @@ def test_rows_of_plain_text_are_prompts_completions_and_eos(
     assert len(log_lines(capsys, "template")) == 1
 
 
-@pytest.mark.parametrize(
-    "records",
-    [
-        pytest.param(CONVERSATIONS, id="conversations"),
-        pytest.param(MIXED[::-1], id="first-record-is-a-conversation"),
-    ],
-)
 def test_conversations_get_chatml_if_the_tokenizer_has_no_template(
-    tmp_path: Path, capsys: Capture, records: list[dict[str, Any]]
+    tmp_path: Path, capsys: Capture
 ) -> None:
-    by_default = tokenize_records(tmp_path, records)
+    by_default = tokenize_records(tmp_path, MIXED[::-1])
     assert "--chat_template chatml" in log_lines(capsys, "default")[0]
-    by_name = tokenize_records(tmp_path, records, chat_template="chatml")
+    by_name = tokenize_records(tmp_path, MIXED[::-1], chat_template="chatml")
     assert log_lines(capsys, "default") == []
 
     assert by_default.metadata.data_sha256 == by_name.metadata.data_sha256
     assert by_default.tokenizer.chat_template == by_name.tokenizer.chat_template
-
-
-def test_another_chat_template_makes_other_rows_of_plain_text(tmp_path: Path) -> None:
-    hashes = set()
-    for chat_template in (None, "none", "chatml"):
-        tokenized = tokenize_records(tmp_path, COMPLETIONS, CHATML, chat_template=chat_template)
-        hashes.add(tokenized.metadata.data_sha256)
-    assert len(hashes) == 3
 
 
 @pytest.mark.parametrize(
@@ -247,16 +232,3 @@ def test_records_that_are_not_plain_text_are_refused_without_a_template(
 
     assert "\n" not in str(refused.value)
     assert left_behind(cache) == []
-
-
-def test_the_data_set_that_needs_a_template_is_named(tmp_path: Path) -> None:
-    chats = write_records(tmp_path / "chats.jsonl", CONVERSATIONS)
-
-    with pytest.raises(UserError, match=f"the records of {chats}"):
-        tokenize_records(
-            tmp_path,
-            COMPLETIONS,
-            chat_template="none",
-            eval_dataset=[str(chats)],
-            eval_fraction=0.0,
-        )
