@@ -8,15 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from llmtrain.data.audit import Audit
 from llmtrain.data.config import ChatConfig
 from llmtrain.data.formats import CONVERSATION_FORMATS
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.prepare import Tokenized, tokenize
-from llmtrain.data.splits import eval_limit_of
 from llmtrain.errors import UserError
 from tests.data.chat_records import (
     CHATML_END,
@@ -147,11 +144,8 @@ def test_the_users_messages_are_no_targets_even_if_the_template_marks_them(tmp_p
     assert answers_of(tokenized.train, tokenized) == ["cd<|endoftext|>"]
 
 
-@pytest.mark.parametrize("has_template", [True, False], ids=["with-template", "without-template"])
-def test_a_saved_tokenizer_makes_the_same_rows_as_when_it_was_trained(tmp_path, has_template):
+def test_a_saved_tokenizer_makes_the_same_rows_as_when_it_was_trained(tmp_path):
     trained = tokenize_chats(tmp_path, VARIED)
-    if not has_template:
-        trained.tokenizer.chat_template = None
     trained.tokenizer.save_pretrained(tmp_path / "tokenizer")
 
     loaded = tokenize_chats(tmp_path, VARIED, tokenizer=str(tmp_path / "tokenizer"))
@@ -451,34 +445,14 @@ def test_a_bad_record_is_an_error_with_its_place_or_is_left_out(
 @pytest.mark.parametrize(
     ("records", "settings", "hint"),
     [
-        pytest.param([LONG_ANSWER, LONG_QUESTION], {}, "--max_length 128", id="all-overlong"),
-        pytest.param(
-            [LONG_QUESTION],
-            {"overlong": "truncate", "on_bad_row": "skip"},
-            "--max_length 95",
-            id="no-turn-fits",
-        ),
-        pytest.param([AMBIGUOUS], {"on_bad_row": "skip"}, "line 1", id="none-can-be-rendered"),
-        pytest.param(
-            [UNANSWERED, UNANSWERED], {"on_bad_row": "skip"}, "line 1", id="none-can-be-read"
-        ),
-        pytest.param(
-            chat_records(10),
-            {"chat_template": MARKS_ANSWERS},
-            "none of 10 turns trains the token that ends it",
-            id="no-turn-trains-its-end",
-        ),
-        pytest.param(
-            chat_records(10),
-            {"chat_template": COUNTS_WITHOUT_ROLES},
-            "10 turns are shown differently",
-            id="no-turn-follows-its-prompt",
-        ),
-        pytest.param(chat_records(2), {"format": "alpaca"}, "instruction", id="another-format"),
-        pytest.param(
-            chat_records(2), {"dataset_num_proc": 0}, "--dataset_num_proc", id="no-process"
-        ),
-        pytest.param(chat_records(4), {"tokenizer": "char"}, "--tokenizer char", id="characters"),
+        ([LONG_ANSWER, LONG_QUESTION], {}, "--max_length 128"),
+        ([LONG_QUESTION], {"overlong": "truncate", "on_bad_row": "skip"}, "--max_length 95"),
+        ([AMBIGUOUS], {"on_bad_row": "skip"}, "line 1"),
+        (chat_records(10), {"chat_template": MARKS_ANSWERS}, "none of 10 turns trains the token"),
+        (chat_records(10), {"chat_template": COUNTS_WITHOUT_ROLES}, "10 turns are shown"),
+        (chat_records(2), {"format": "alpaca"}, "instruction"),
+        (chat_records(2), {"dataset_num_proc": 0}, "--dataset_num_proc"),
+        (chat_records(4), {"tokenizer": "char"}, "--tokenizer char"),
     ],
 )
 def test_data_without_useful_targets_are_an_error(tmp_path, cache, records, settings, hint):
@@ -508,16 +482,17 @@ def split_of(folder: Path, records: list[dict], fraction: float) -> tuple[list[s
     return train, eval
 
 
-def test_conversations_keep_their_split_if_others_are_added(tmp_path):
+@pytest.mark.parametrize(("count", "fraction"), [(100, 0.3), (20, 0.1)])
+def test_conversations_keep_their_split_if_others_are_added(tmp_path, count, fraction):
     shuffled = chat_records(200)
     random.Random(0).shuffle(shuffled)
 
-    train, eval = split_of(tmp_path, chat_records(100), fraction=0.3)
-    larger_train, larger_eval = split_of(tmp_path, shuffled, fraction=0.3)
+    train, eval = split_of(tmp_path, chat_records(count), fraction)
+    larger_train, larger_eval = split_of(tmp_path, shuffled, fraction)
 
     assert set(train) < set(larger_train)
     assert set(eval) < set(larger_eval)
-    assert len(larger_eval) / 200 == pytest.approx(0.3, abs=0.1)
+    assert len(larger_eval) / 200 == pytest.approx(fraction, abs=0.1)
 
 
 def test_the_eval_data_do_not_depend_on_how_rows_are_made(tmp_path):
@@ -549,43 +524,6 @@ def test_a_single_conversation_is_training_data(tmp_path):
     assert tokenized.metadata.eval_tokens == 0
 
 
-@given(
-    hashes=st.lists(st.sampled_from([i / 16 for i in range(16)]), max_size=30),
-    fraction=st.floats(0, 0.999),
-)
-@settings(deadline=None)
-def test_the_eval_limit_leaves_some_hashes_on_each_side_if_they_differ(hashes, fraction):
-    limit = eval_limit_of(np.array(hashes), fraction)
-
-    eval_count = sum(hash < limit for hash in hashes)
-    if fraction and len(set(hashes)) > 1:
-        assert 0 < eval_count < len(hashes)
-    else:
-        assert eval_count == 0
-
-
-@pytest.mark.parametrize(
-    ("hashes", "fraction", "limit"),
-    [
-        pytest.param([0.01, 0.02, 0.03, 0.9], 0.1, 0.02, id="three-of-four-are-too-many"),
-        pytest.param([0.5, 0.6, 0.7, 0.8], 0.3, 0.7, id="none-of-four-are-too-few"),
-        pytest.param([0.05, 0.3, 0.6, 0.9], 0.1, 0.1, id="one-of-four-is-fair"),
-    ],
-)
-def test_the_eval_limit_is_the_fraction_if_that_is_fair(hashes, fraction, limit):
-    assert eval_limit_of(np.array(hashes), fraction) == limit
-
-
-def test_eval_bytes_are_those_of_the_assistants_messages(tmp_path):
-    records = [*VARIED, LONG_ANSWER, LONG_QUESTION]
-
-    tokenized = tokenize_chats(tmp_path, records, eval_fraction=0.5)
-
-    ends = sum(answer.count(CHATML_END) for answer in answers_of(tokenized.eval, tokenized))
-    assert tokenized.metadata.eval_bytes == eval_bytes_of(tokenized) > 0
-    assert tokenized.metadata.eval_tokens == eval_bytes_of(tokenized) + ends
-
-
 def test_the_prompt_for_a_sample_is_one_of_the_eval_data(tmp_path):
     tokenized = tokenize_chats(tmp_path, chat_records(20), eval_fraction=0.2)
 
@@ -610,21 +548,6 @@ def test_a_tokenizer_is_trained_on_the_training_data(tmp_path):
     train = [record for record in records if chatml(record) in train_texts]
     assert tokenizer_digest(train) == tokenized.metadata.tokenizer_sha256
     assert tokenizer_digest(records) != tokenized.metadata.tokenizer_sha256
-
-
-def test_eval_data_that_are_all_left_out_are_logged(tmp_path, capsys):
-    _, eval = split_of(tmp_path, chat_records(20), fraction=0.2)
-    # The hash of a question decides on its split.
-    records = [
-        chat_record(f"{i}?", "x" * 500) if chatml(record) in eval else record
-        for i, record in enumerate(chat_records(20))
-    ]
-    capsys.readouterr()
-
-    tokenized = tokenize_chats(tmp_path, records, eval_fraction=0.2)
-
-    assert tokenized.eval is None
-    assert f"{len(eval)} overlong dropped" in log_lines(capsys, "eval")[0]
 
 
 # --- the cache and the data hash
