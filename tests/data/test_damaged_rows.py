@@ -204,13 +204,3 @@ def test_all_that_open_an_entry_while_it_is_made_again_get_the_same_rows(tmp_pat
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(open_often, range(4)))
     assert not [*entry.parent.glob(".tmp-*")]
-
-
-def test_one_process_of_a_machine_checks_the_files_for_the_others(
-    tmp_path, cache, monkeypatch, capsys
-):
-    path = entry_of(text(tmp_path), cache) / "train-0.arrow"
-    flip(path, position_of(path, "input_ids"))
-    monkeypatch.setattr(prepare, "once_per_machine", lambda name, check: "")  # no damage was found
-    text(tmp_path)
-    assert capsys.readouterr().err == ""

@@ -8,7 +8,6 @@ import pytest
 
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
 from llmtrain.data.prepare import Tokenized, tokenize
-from llmtrain.data.tokenized import short_names
 from llmtrain.errors import UserError
 from tests.data.preparation import complaint, documents_of, left_behind, write_records
 
@@ -118,11 +117,6 @@ def test_the_data_hash_depends_on_the_choice_and_content_of_training_and_eval_fi
     assert len(hashes) == 7
 
 
-def test_short_names_have_no_folders_and_suffixes():
-    names = ["teknium/OpenHermes-2.5", "data/easy.v2.jsonl.gz", "builtin:python-docs"]
-    assert short_names(names) == ["OpenHermes-2.5", "easy.v2", "builtin:python-docs"]
-
-
 def test_records_of_a_recipe_can_be_evaluated_on_files(tmp_path):
     records = datasets.Dataset.from_list([completion_record(name) for name in NAMES[1:]])
     eval = write(tmp_path / "e.jsonl", [completion_record(NAMES[0])])
@@ -195,9 +189,7 @@ def test_each_data_set_has_its_own_count_and_bad_records_count(tmp_path):
     ("task", "records"),
     [
         ("text", []),
-        ("text", [{"text": ""}]),
         ("chats", [{"prompt": "a", "completion": "b" * 500}]),
-        ("chats", [{"prompt": "a", "completion": ""}]),
         ("pairs", [{"prompt": "a", "chosen": "b", "rejected": "b"}]),
     ],
 )
@@ -216,7 +208,6 @@ def test_eval_data_without_a_usable_record_are_an_error(tmp_path, cache, task, r
         ("eval_dataset", {"eval_dataset": ["./absent.jsonl"]}),
         ("eval_dataset", {"eval_dataset": [""]}),
         ("dataset_test_split", {"dataset_test_split": "test"}),
-        ("dataset_test_split", {"dataset_test_split": ""}),
         ("dataset_train_split", {"dataset_train_split": "train_sft"}),
         ("eval_fraction", {"eval_dataset": ["builtin:python-docs"], "eval_fraction": 0.1}),
         ("eval_fraction", {"dataset_test_split": "test", "eval_fraction": 0.1}),

@@ -3,11 +3,9 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import llmtrain as lt
-from llmtrain.data.audit import covering_length
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
 from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.errors import UserError
@@ -37,19 +35,6 @@ def tokenize_lengths(
 ) -> Tokenized:
     path = chats_of_lengths(folder / "chats.jsonl", lengths)
     return tokenize(data_config(path), max_length, ChatConfig(), max_positions=max_positions)
-
-
-# --- the covering length
-
-
-@pytest.mark.parametrize(("seed", "count"), [(0, 1), (1, 199), (2, 200), (3, 201), (4, 1000)])
-def test_the_covering_length_is_the_smallest_multiple_of_64_that_holds_99_5_percent(seed, count):
-    lengths = np.random.default_rng(seed).lognormal(5.5, 0.8, count).astype(np.int64)
-    covering = covering_length(lengths)
-    assert covering % 64 == 0
-    assert (lengths <= covering).mean() >= 0.995
-    assert covering == 64 or (lengths <= covering - 64).mean() < 0.995
-    assert covering_length(lengths[:0]) == 0
 
 
 # --- auto
@@ -169,18 +154,3 @@ def test_the_error_if_no_conversation_fits_suggests_a_length(tmp_path):
     for max_length in (64, "auto"):
         with pytest.raises(UserError, match="--max_length 64; set --max_length 128"):
             tokenize_lengths(tmp_path, [66, 70, 100], max_length, max_positions=64)
-
-
-def test_the_error_if_no_eval_conversation_fits_suggests_a_length(tmp_path):
-    train = write_records(tmp_path / "train.jsonl", [chat_record("q", "x")])
-    eval = chats_of_lengths(tmp_path / "eval.jsonl", [151, 301])
-    message = complaint(data_config(train, eval_dataset=[str(eval)]), 95, ChatConfig())
-    assert message.startswith(f"--eval_dataset {eval}: ")
-    assert "--max_length 320" in message
-
-
-def test_the_error_if_no_pair_fits_suggests_a_length_or_a_flag(tmp_path):
-    pair = {"prompt": "q", "chosen": "x" * 70, "rejected": "y"}
-    path = write_records(tmp_path / "pairs.jsonl", [pair])
-    assert "--max_length 128" in complaint(data_config(path), 64, PairConfig())
-    assert "--overlong" in complaint(data_config(path), 64, PairConfig(overlong="error"))

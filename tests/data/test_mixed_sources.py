@@ -9,7 +9,7 @@ import pytest
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.loader import IGNORED, eval_loader, train_loader
 from llmtrain.data.prepare import Tokenized, tokenize
-from tests.data.chat_records import CHATML_END, answers_of, chat_record, chat_records, texts_of
+from tests.data.chat_records import CHATML_END, answers_of, chat_records, texts_of
 from tests.data.preparation import complaint, data_config, left_behind, stream_of, write_records
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -129,16 +129,6 @@ def test_counts_and_losses_of_both_kinds(chat_file, text_file, capsys, is_text_f
     assert prompt.endswith("<|im_start|>assistant\n")
 
 
-def test_eval_conversations_beside_training_text_are_counted(tmp_path, text_file, capsys):
-    eval_file = write_records(
-        tmp_path / "eval.jsonl", [*chat_records(3), chat_record("q", "long " * BLOCK)]
-    )
-    tokenize_files(text_file, eval_dataset=[str(eval_file)])
-    output = capsys.readouterr().out
-    assert "eval      3 of 4 conversations: 1 overlong dropped" in output
-    assert "the training records are text, not conversations\n" in output
-
-
 # --- shares of a mixture
 
 
@@ -182,12 +172,6 @@ PAIRS = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(4
         ("pairs corpus", PairConfig(), {}, "corpus.jsonl is not preference data"),
         ("pairs", PairConfig(), {"isolate_documents": True}, "--isolate_documents"),
         ("chats", ChatConfig(), {"isolate_documents": True}, "--isolate_documents"),
-        (
-            "chats corpus",
-            ChatConfig(packing=False),
-            {"isolate_documents": True},
-            "--isolate_documents",
-        ),
         ("chats corpus", ChatConfig(format="messages"), {}, "corpus.jsonl, line 1: "),
         ("chats corpus", ChatConfig(), {"mixture": [1, 1e-6]}, "--mixture 1 1e-06"),
         ("chats broken", ChatConfig(), {}, "broken.jsonl, line 2: no field 'text'"),

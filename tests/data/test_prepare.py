@@ -159,21 +159,6 @@ def test_positions_restart_at_each_document_and_row(tmp_path):
     assert positions == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 1, 2]]
 
 
-def test_isolated_documents_have_the_same_rows_and_their_own_cache_entry(tmp_path, capsys):
-    default = tokenize_texts(tmp_path, TEXTS)
-    capsys.readouterr()
-
-    isolated = tokenize_isolated(tmp_path, TEXTS, BLOCK)
-    assert not is_from_cache(capsys)
-    assert isolated.train.column_names == ["input_ids", "position_ids"]
-    assert isolated.train.dataset["input_ids"][:] == default.train.dataset["input_ids"][:]
-    assert isolated.metadata.train_tokens == default.metadata.train_tokens
-    assert isolated.metadata.data_sha256 != default.metadata.data_sha256
-
-    assert tokenize_isolated(tmp_path, TEXTS, BLOCK).metadata == isolated.metadata
-    assert is_from_cache(capsys)
-
-
 def test_a_bos_that_the_tokenizer_adds_begins_every_document(tmp_path):
     with_bos = tok.as_pretrained(tok.train_tokenizer("byte", TEXTS, lambda: iter(TEXTS)), BLOCK)
     with_bos.add_special_tokens({"bos_token": "<s>"})
@@ -407,6 +392,7 @@ def test_cached_rows_are_read_without_slow_imports(tmp_path):
         pytest.param({"block_size": BLOCK + 1}, id="block size"),
         pytest.param({"eval_fraction": 0.4}, id="eval fraction"),
         pytest.param({"text_field": "body"}, id="text field"),
+        pytest.param({"isolate_documents": True}, id="isolated documents"),
     ],
 )
 def test_a_change_of_the_text_or_a_setting_makes_new_rows(tmp_path, capsys, change):
@@ -496,8 +482,6 @@ LINES = b"words\n" * 9
     [
         pytest.param("a.jsonl", b"", {}, "holds no text", id="no documents"),
         pytest.param("a.jsonl", b'{"text": ""}\n' * 3, {}, "holds no text", id="empty documents"),
-        pytest.param("a.txt", LINES + b"\xff", {}, "a.txt, line 10", id="not utf-8"),
-        pytest.param("a.csv", b"id,text\n1,a\n", {"text_field": "b"}, "line 2", id="no field"),
         pytest.param(
             "a.jsonl",
             b'{"text": ""}\n{"text": "words"}\n',

