@@ -201,6 +201,12 @@ def test_conversations_get_chatml_if_the_tokenizer_has_no_template(
     assert by_default.tokenizer.chat_template == by_name.tokenizer.chat_template
 
 
+def test_text_beside_completions_needs_no_template(tmp_path: Path) -> None:
+    text = write_records(tmp_path / "text.jsonl", [{"text": "some words"}])
+    settings = {"eval_dataset": [str(text)], "eval_fraction": 0.0}
+    assert tokenize_records(tmp_path, COMPLETIONS, **settings).tokenizer.chat_template is None
+
+
 @pytest.mark.parametrize(
     ("records", "chat_template", "hint"),
     [
