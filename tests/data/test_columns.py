@@ -78,6 +78,7 @@ def test_a_renamed_field_replaces_the_one_of_its_new_name(tmp_path):
     for record, columns in (
         ({"prompt": "unused", "question": "2?", "completion": "two"}, ["prompt=question"]),
         ({"prompt": "two", "completion": "2?"}, ["prompt=completion", "completion=prompt"]),
+        ({"instruction": "2?", "output": "two"}, ["prompt=instruction", "completion=output"]),
     ):
         path = write(tmp_path / "b.jsonl", record)
         tokenized = tokenize_chats(path, columns=columns)
