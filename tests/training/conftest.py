@@ -1,7 +1,7 @@
 """A short run that several tests start, each with its own parts."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,17 @@ def train_gpt(text_file: Path, tmp_path: Path) -> Callable[..., Run]:
         *,
         resume: str = "auto",
         async_save: bool = False,
-        eval_steps: float = 4,
-        sample_prompts: Sequence[str] = (),
         model: nn.Module | None = None,
         log: lt.LogConfig = TWELVE_STEPS.log,
         optim: Mapping[str, Any] | None = None,
+        evaluation: Mapping[str, Any] | None = None,
         **parts: Any,
     ) -> Run:
         settings = dataclasses.replace(
             TWELVE_STEPS,
             data=dataclasses.replace(TWELVE_STEPS.data, dataset=[str(text_file)]),
             optim=dataclasses.replace(TWELVE_STEPS.optim, **(optim or {})),
-            eval=lt.EvalConfig(eval_steps=eval_steps, sample_prompts=[*sample_prompts]),
+            eval=dataclasses.replace(TWELVE_STEPS.eval, **(evaluation or {})),
             log=log,
             run=dataclasses.replace(
                 TWELVE_STEPS.run,

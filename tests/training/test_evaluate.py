@@ -313,7 +313,7 @@ def test_an_objective_whose_numbers_cannot_be_logged_is_refused(
     objective: lt.Objective, eval_steps: int, named: str, train_gpt: Callable[..., Run]
 ) -> None:
     with pytest.raises(UserError, match=named):
-        train_gpt(objective=objective, eval_steps=eval_steps)
+        train_gpt(objective=objective, evaluation={"eval_steps": eval_steps})
 
 
 # --- samples

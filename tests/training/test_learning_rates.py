@@ -143,10 +143,6 @@ def test_a_rate_that_is_a_tensor_is_filled_in_place() -> None:
 
     learning_rates.set(1)
     assert rate.item() == pytest.approx(1e-2, rel=1e-12), "the peak has not changed"
-    assert learning_rates.logged() == {
-        "train/learning_rate": pytest.approx(1e-2),
-        "train/learning_rate/head": pytest.approx(1e-4),
-    }
 
 
 def test_groups_with_another_rate_are_logged_by_name_or_index() -> None:
@@ -339,8 +335,9 @@ FLAGS = {"weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilo
 
 def test_flags_are_accepted_if_the_optimizer_has_their_values() -> None:
     """It does not matter whether the recipe has read them."""
-    model = nn.Linear(2, 2)
-    config = user_set(OptimConfig(**FLAGS), "optim", *FLAGS)
+    # Muon has nothing to do without hidden matrices, so AdamW trains this model.
+    model = nn.Embedding(5, 3)
+    config = user_set(OptimConfig("muon", **FLAGS), "optim", *FLAGS)
     check_optimizer_flags(config, model, two_groups())
     check_optimizer_flags(config, model, lt.make_optimizer(Accelerator(), model, config))
 

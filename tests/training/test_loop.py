@@ -20,18 +20,14 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.interfaces.model_bundle import ModelBundle, Recomputation
-from llmtrain.observe.throughput import Throughput
-from llmtrain.parallel.gradient_syncs import GradientSyncs
-from llmtrain.phase_names import PHASES
+from llmtrain.observe.stragglers import Stragglers
 from llmtrain.record.history import as_numbers, read_lines
 from llmtrain.training import periodic
 from llmtrain.training.callbacks import MemoryAdvice
 from llmtrain.training.checks import check_wrapping
 from llmtrain.training.context import LoopContext
 from llmtrain.training.run import Run
-from llmtrain.training.step_log import Logging
 from recipes import finetune, gpt
-from tests.engines import engine_of
 from tests.launching import read_json, series
 from tests.models.small_models import byte_tokenizer
 from tests.training.small_runs import TWELVE_STEPS, StopAfter
@@ -63,7 +59,25 @@ def hook_count(model: nn.Module) -> int:
     return on_modules + on_parameters
 
 
-def test_a_run_leaves_no_hooks_and_no_thread_even_if_it_fails(
+class RecordsContext(Callback):
+    """Records when its context is opened and closed."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        self.calls.append("open")
+        try:
+            yield
+        finally:
+            self.calls.append("close")
+
+    def on_train_begin(self) -> None:
+        self.calls.append("train begins")
+
+
+def test_a_run_that_fails_closes_its_contexts_and_leaves_no_hooks_and_no_thread(
     train: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = lt.GPT(TWELVE_STEPS.model, len(byte_tokenizer()), seed=0)
@@ -73,8 +87,10 @@ def test_a_run_leaves_no_hooks_and_no_thread_even_if_it_fails(
     assert hook_count(model) == before
 
     monkeypatch.setattr(LoopContext, "settle", crash)
+    recorder = RecordsContext()
     with pytest.raises(CrashError) as failure:
-        train("second", model=model)
+        train("second", model=model, callbacks=[recorder])
+    assert recorder.calls == ["open", "train begins", "close"]
     assert hook_count(model) == before
     # The traceback keeps the frames of the loop alive, as a notebook would.
     assert failure.tb is not None
@@ -94,9 +110,6 @@ class Whereabouts(Callback):
     def setup(self, training: Any) -> None:
         self.phases = training._context.engine.phases
 
-    def on_step_begin(self, batch: LocalBatch) -> None:
-        self.locations.append(self.phases.location)
-
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         self.locations.append(self.phases.location)
 
@@ -113,55 +126,11 @@ def test_a_callback_that_hangs_is_named_with_its_method_and_the_steps_made(
 
     assert "Whereabouts" not in whereabouts.phases.location
     assert whereabouts.locations == [
-        "Whereabouts.on_step_begin after step 0",
         "Whereabouts.on_step_end after step 1",
-        "Whereabouts.on_step_begin after step 1",
         "Whereabouts.on_step_end after step 2",
-        "Whereabouts.on_step_begin after step 2",
         "Whereabouts.on_step_end after step 3",
         "Whereabouts.on_train_end after step 3",
     ]
-
-
-def test_a_callback_may_stop_the_run_which_is_saved(train: Callable) -> None:
-    run = train("run", callbacks=[StopAfter(2)])
-
-    status = read_json(run.folder / "status.json")
-    assert status["state"] == "preempted"
-    assert status["step"] == 2
-
-
-class RecordsContext(Callback):
-    """Records the calls until the first step."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        self.calls.append("open")
-        try:
-            yield
-        finally:
-            self.calls.append("close")
-
-    def on_train_begin(self) -> None:
-        self.calls.append("train begins")
-
-    def on_step_begin(self, batch: LocalBatch) -> None:
-        self.calls.append(f"step of {len(batch.rows)} rows begins")
-
-
-def test_the_context_of_a_callback_is_closed_after_an_error(
-    train: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LoopContext, "settle", crash)
-    recorder = RecordsContext()
-
-    with pytest.raises(CrashError):
-        train("run", callbacks=[recorder])
-
-    assert recorder.calls == ["open", "train begins", "step of 2 rows begins", "close"]
 
 
 class Disturb(Callback):
@@ -248,12 +217,6 @@ def test_an_accelerator_that_llmtrain_has_not_made_is_refused() -> None:
         check_wrapping(Accelerator(cpu=True), nn.Linear(2, 2))
 
 
-# --- the callbacks of the loop
-
-
-UNUSED: Any = None
-
-
 # --- advice on memory
 
 
@@ -281,56 +244,37 @@ def test_the_advice_on_memory_names_a_flag_of_the_recipe(
     assert remedy in advice_on_memory(settings, ModelBundle(nn.Linear(1, 1)))
 
 
-@pytest.mark.parametrize(
-    ("recomputation", "is_named"),
-    [(None, True), (Recomputation(2), True), (Recomputation(1), False)],
-    ids=["not possible", "every second block", "every block"],
-)
-def test_the_advice_on_memory_names_recomputation_unless_all_blocks_are_recomputed(
-    recomputation: Recomputation | None, is_named: bool
-) -> None:
+def test_the_advice_on_memory_names_recomputation_unless_all_blocks_are_recomputed() -> None:
     model = lt.GPT(lt.GPTConfig(n_layer=1, n_head=1, n_embd=8), 8)
+    every_second_block = ModelBundle(model, recomputation=Recomputation(2))
+    every_block = ModelBundle(model, recomputation=Recomputation(1))
 
-    advice = advice_on_memory(gpt.DEFAULTS, ModelBundle(model, recomputation=recomputation))
-
-    assert ("--gradient_checkpointing" in advice) == is_named
+    assert "--gradient_checkpointing" in advice_on_memory(gpt.DEFAULTS, every_second_block)
+    assert "--gradient_checkpointing" not in advice_on_memory(gpt.DEFAULTS, every_block)
 
 
 # --- evaluations and samples
 
 
-def context_of(run: Any, engine: Any = UNUSED, throughput: Any = UNUSED) -> LoopContext:
-    return LoopContext(
-        run=run,
-        engine=engine,
-        optimizer=UNUSED,
-        batches=UNUSED,
-        eval_batches=None,
-        throughput=throughput,
-    )
-
-
 @pytest.mark.parametrize("keeps_best", [False, True])
-def test_a_run_that_stops_evaluates_only_if_it_keeps_the_best_checkpoint(keeps_best: bool) -> None:
-    run: Any = SimpleNamespace(
-        settings=SimpleNamespace(eval=SimpleNamespace(eval_steps=2)),
-        patience=SimpleNamespace(keeps_best=keeps_best),
-    )
-    context = context_of(run)
+def test_a_run_that_stops_evaluates_only_if_it_keeps_the_best_checkpoint(
+    keeps_best: bool, train_gpt: Callable[..., Run]
+) -> None:
+    evaluation = {"load_best_model_at_end": keeps_best}
+    run = train_gpt(evaluation=evaluation, callbacks=[StopAfter(4)])
 
-    assert context.evaluates_after(StepInfo(4, is_last=False, should_stop=False))
-    assert not context.evaluates_after(StepInfo(3, is_last=False, should_stop=False))
-    stopping = StepInfo(4, is_last=False, should_stop=True)
-    assert context.evaluates_after(stopping) == keeps_best
+    assert read_json(run.folder / "status.json")["state"] == "preempted"
+    assert [*series(run.folder, "eval/loss")] == ([0, 4] if keeps_best else [0])
 
 
 def test_a_run_that_stops_makes_samples_only_after_its_last_step(
     train_gpt: Callable[..., Run],
 ) -> None:
-    stopped = train_gpt(sample_prompts=["a"], callbacks=[StopAfter(8)])
+    evaluation = {"sample_prompts": ["a"]}
+    stopped = train_gpt(evaluation=evaluation, callbacks=[StopAfter(8)])
     assert "samples" in stopped.deadline.reserved
 
-    resumed = train_gpt(sample_prompts=["a"])
+    resumed = train_gpt(evaluation=evaluation)
 
     samples = read_lines(resumed.folder / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [4, 12]
@@ -339,33 +283,15 @@ def test_a_run_that_stops_makes_samples_only_after_its_last_step(
 # --- late ranks
 
 
-@pytest.mark.parametrize(
-    ("has_dropped_first_step", "expected"),
-    [
-        pytest.param(False, [], id="in the first step"),
-        pytest.param(True, ["late"], id="later"),
-    ],
-)
-def test_a_late_rank_is_one_event_except_in_the_first_step(
-    has_dropped_first_step: bool, expected: list[str]
+def test_a_late_rank_is_an_event_except_in_the_first_step(
+    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events: list[str] = []
-    run: Any = SimpleNamespace(
-        settings=SimpleNamespace(optim=SimpleNamespace(max_steps=3)),
-        rows=SimpleNamespace(in_order=False),
-        record_event=lambda kind, text: events.append(kind),
-    )
-    accelerator = Accelerator(cpu=True)
-    engine = engine_of(accelerator, nn.Linear(1, 1))
-    engine.phases.has_dropped_first_step = has_dropped_first_step
-    context = context_of(run, engine, Throughput(accelerator, engine.unwrapped))
-    logging = Logging(context, GradientSyncs(engine.model))
+    monkeypatch.setattr(Stragglers, "find_new", lambda *_: "rank 1 is late")
 
-    seconds = {phase: [1.0, 1.0] for phase in PHASES} | {"data": [0.0, 90.0]}
-    for _ in range(3):
-        logging._record_if_a_rank_is_late(seconds)
+    run = train("run")
 
-    assert events == expected
+    events = read_lines(run.folder / "events.jsonl")
+    assert [event["step"] for event in events if event["kind"] == "late"] == [2, 3]
 
 
 # --- runs that a callback ends before their last step
@@ -431,9 +357,8 @@ def test_a_run_that_is_finished_makes_no_more_steps_unless_it_gets_more_or_other
     assert status_of(changed.folder) == ("finished", 12, "all steps are done")
 
 
-@pytest.mark.parametrize("vote", [True, "save"])
-def test_a_vote_to_save_outweighs_one_to_finish(vote: Any, train_gpt: TrainGpt) -> None:
-    callbacks = [Votes("finish"), Votes(vote, name="Saves"), Votes("finish", name="Third")]
+def test_a_vote_to_save_outweighs_one_to_finish(train_gpt: TrainGpt) -> None:
+    callbacks = [Votes("finish"), Votes("save", name="Saves"), Votes("finish", name="Third")]
 
     run = train_gpt(callbacks=callbacks)
 

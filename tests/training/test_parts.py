@@ -3,8 +3,7 @@
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
-from decimal import Decimal
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,9 +110,7 @@ class Color(Enum):
         ),
         pytest.param({math.cos: 1, 3: None}, {"cos": 1, "3": None}, id="keys"),
         pytest.param(Color.RED, "Color.RED", id="enum"),
-        pytest.param(Decimal("0.1"), "0.1", id="decimal"),
         pytest.param(SimpleNamespace(a=1), {"a": 1}, id="namespace"),
-        pytest.param(object(), {"class": "object"}, id="any object"),
     ],
 )
 def test_a_value_of_a_fingerprint_is_json_and_the_same_everywhere(
@@ -136,38 +133,32 @@ def test_an_object_that_contains_itself_has_a_fingerprint() -> None:
     assert as_json(items) == [1, "list"]
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        pytest.param(
-            {"objective": Scaled(2.0)},
-            "factor 1.0 there, 2.0 here",
-            id="a setting of the objective",
-        ),
-        pytest.param({"callbacks": [Threshold(2.0)]}, "callbacks: Threshold", id="a callback"),
-        pytest.param({"metrics": []}, "metrics: count", id="a metric"),
-        pytest.param(
-            {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3)},
-            "class AdamW there, SGD here",
-            id="the optimizer",
-        ),
-    ],
-)
 def test_a_changed_part_makes_a_new_run_and_the_log_says_why(
-    changed: dict[str, Any],
-    reason: str,
-    train_gpt: Callable[..., Run],
-    capsys: pytest.CaptureFixture[str],
+    train_gpt: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parts = {"objective": Scaled(1.0), "callbacks": [Threshold(1.0)], "metrics": [count]}
-    stopped = train_gpt(**parts | {"callbacks": [Threshold(1.0), StopAfter(5)]})
-    capsys.readouterr()
+    def folder_of(
+        factor: float = 1.0,
+        limit: float = 1.0,
+        metrics: Sequence[Any] = (count,),
+        optimizer: Any = None,
+    ) -> str:
+        run = train_gpt(
+            objective=Scaled(factor),
+            callbacks=[Threshold(limit), StopAfter(1)],
+            metrics=metrics,
+            optimizer=optimizer,
+        )
+        return run.folder.name
 
-    run = train_gpt(**parts | changed)
-
-    assert stopped.folder.name == "run"
-    assert run.folder.name == "run-2"
-    assert reason in capsys.readouterr().out
+    assert folder_of() == "run"
+    assert folder_of(factor=2.0) == "run-2"
+    assert "factor 1.0 there, 2.0 here" in capsys.readouterr().out
+    assert folder_of(limit=2.0) == "run-3"
+    assert "callbacks: Threshold" in capsys.readouterr().out
+    assert folder_of(metrics=()) == "run-4"
+    assert "metrics: count" in capsys.readouterr().out
+    assert folder_of(optimizer=sgd) == "run-5"
+    assert "class AdamW there, SGD here" in capsys.readouterr().out
 
 
 def test_muon_has_one_fingerprint_in_every_mixed_precision() -> None:
@@ -269,32 +260,21 @@ class HookRecorder(lt.Callback):
     """Records its hooks, and how far the step is when they are called."""
 
     def setup(self, training: Any) -> None:
-        self._training = training
-        self._weights = self._first_weights()
+        self._weight = next(training.model.parameters())
+        self._checkpoints = training.folder / "checkpoints"
         self.calls: list[str] = []
 
-    def _first_weights(self) -> torch.Tensor:
-        return next(self._training.model.parameters()).detach().clone()
-
-    def on_train_begin(self) -> None:
-        self.calls.append("train begin")
-
     def on_step_begin(self, batch: LocalBatch) -> None:
+        self._before_step = self._weight.detach().clone()
         self.calls.append("begin")
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        assert result.target_tokens == int(batch.targets.sum())
-        assert info.should_stop == result.should_stop
         assert info.is_last == (info.step == 12)
-        weights = self._first_weights()
-        has_stepped = not torch.equal(weights, self._weights)
-        self._weights = weights
-
-        saved = len(checkpoints(self._training.folder / "checkpoints"))
-        self.calls.append(f"end {info.step} stepped={has_stepped} saved={saved}")
+        has_stepped = not torch.equal(self._weight, self._before_step)
+        self.calls.append(f"end {info.step} stepped={has_stepped}")
 
     def on_step_result(self, step: int, result: StepResult) -> None:
-        self.calls.append(f"result {step} {result.grad_norm > 0}")
+        self.calls.append(f"result {step}")
 
     def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
         if "train/loss" in metrics:
@@ -305,13 +285,9 @@ class HookRecorder(lt.Callback):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        if hasattr(self, "_training"):
-            self.calls.append("state")
+        if hasattr(self, "calls"):
+            self.calls.append(f"state after {len(checkpoints(self._checkpoints))} saves")
         return {}
-
-    def on_train_end(self) -> None:
-        has_model = (self._training.folder / "model").exists()
-        self.calls.append(f"train end model={has_model}")
 
 
 def test_the_hooks_of_a_step_run_after_its_optimizer_step_and_before_its_save(
@@ -321,21 +297,19 @@ def test_the_hooks_of_a_step_run_after_its_optimizer_step_and_before_its_save(
 
     train_gpt(callbacks=[recorder])
 
-    # Step 4 ends with an evaluation and a checkpoint.
-    assert recorder.calls[0] == "train begin"
     assert recorder.calls.index("evaluate") < recorder.calls.index("begin")
-    step_4 = recorder.calls.index("end 4 stepped=True saved=0")
+    # Step 4 ends with an evaluation and a checkpoint.
+    step_4 = recorder.calls.index("end 4 stepped=True")
     assert recorder.calls[step_4 - 1 : step_4 + 6] == [
         "begin",
-        "end 4 stepped=True saved=0",
-        "result 4 True",
+        "end 4 stepped=True",
+        "result 4",
         "log 4",
         "evaluate",
-        "state",
+        "state after 0 saves",
         "begin",
     ]
-    assert "end 5 stepped=True saved=1" in recorder.calls
-    assert recorder.calls[-1] == "train end model=False"
+    assert "state after 1 saves" in recorder.calls
 
 
 # --- a part without a state

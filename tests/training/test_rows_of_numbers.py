@@ -15,7 +15,6 @@ import llmtrain as lt
 from llmtrain.cli import main as command
 from llmtrain.errors import UserError
 from llmtrain.training.run import Run
-from tests.training.small_runs import StopAfter
 
 NUMBERS = 12
 
@@ -60,21 +59,17 @@ def rows() -> lt.Tokenized:
 def train(rows: lt.Tokenized, tmp_path: Path) -> Callable[..., Run]:
     """A function that trains the model on the rows for six steps."""
 
-    def train(
-        folder: str = "run", stop_after: int | None = None, dry_run: bool = False, **eval_flags: Any
-    ) -> Run:
+    def train(**eval_flags: Any) -> Run:
         settings = lt.Settings(
             data=lt.BatchConfig(global_batch_size=4),
             optim=lt.OptimConfig(max_steps=6, learning_rate=3e-2, warmup_steps=0),
             eval=lt.EvalConfig(eval_steps=3, **eval_flags),
-            run=lt.RunConfig(str(tmp_path / folder), report_to=["none"], dry_run=dry_run),
+            run=lt.RunConfig(str(tmp_path / "run"), report_to=["none"]),
         )
-        callbacks = [] if stop_after is None else [StopAfter(stop_after)]
         return lt.fit(
             settings,
             rows,
             lambda *_: Successor(rows.vocabulary),
-            callbacks=callbacks,
             metrics=[accuracy],
         )
 
@@ -98,13 +93,6 @@ def test_a_run_without_a_tokenizer_has_its_metrics_but_no_bits_per_byte(
     assert "eval/bits_per_byte" not in history
 
 
-def test_a_dry_run_writes_nothing(train: Callable[..., Run]) -> None:
-    run = train(dry_run=True)
-
-    assert not run.folder.exists()
-    assert repr(run) == f"Run('{run.folder}', dry run)"
-
-
 def test_the_code_in_the_model_card_loads_a_plain_module(
     train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,38 +110,6 @@ def test_the_code_in_the_model_card_loads_a_plain_module(
     exec(code.replace("...", str(NUMBERS)), names)
     ids = torch.arange(NUMBERS)
     assert torch.equal(names["model"].logits(ids), run.bundle.model.logits(ids))
-
-
-def test_a_run_that_resumes_has_the_weights_of_a_run_without_a_stop(
-    train: Callable[..., Run],
-) -> None:
-    uninterrupted = train("uninterrupted")
-    stopped = train(stop_after=2)
-    assert not stopped.is_finished
-
-    resumed = train()
-
-    assert resumed.folder == stopped.folder
-    assert resumed.resume_point.step == 2
-    assert resumed.is_finished
-    weights = resumed.bundle.model.state_dict()
-    for name, expected in uninterrupted.bundle.model.state_dict().items():
-        assert torch.equal(weights[name], expected)
-
-
-def test_a_module_may_have_its_own_objective_and_no_files(
-    rows: lt.Tokenized, accelerator: Any
-) -> None:
-    settings = lt.Settings(data=lt.BatchConfig(global_batch_size=4))
-    objective = lt.Objective()
-
-    def build_bundle(settings: Any, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
-        return lt.ModelBundle(Successor(rows.vocabulary), objective=objective)
-
-    bundle = lt.place(accelerator, build_bundle, settings, rows)
-
-    assert bundle.objective is objective
-    assert bundle.files.config == {"torch_module": "Successor"}
 
 
 def test_the_vocabulary_is_the_largest_number_plus_1(rows: lt.Tokenized) -> None:
