@@ -13,6 +13,7 @@ from accelerate import Accelerator
 
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.record.history import read_lines
+from llmtrain.record.trackers import weights_and_biases
 from llmtrain.record.trackers.tracker import TrackedRun
 from llmtrain.record.tracking import Metrics
 from tests.launching import BIN, PYTHON, long_form, run
@@ -169,6 +170,26 @@ def test_the_file_of_each_offline_start_has_the_complete_history(
         history = read_history(newest_wandb_file(tmp_path))
         rows = [without_private_columns(row) for row in history]
         assert rows == merged_by_step(read_lines(tmp_path / "metrics.jsonl"))
+
+
+def test_a_run_is_logged_offline_if_the_server_does_not_answer(
+    accelerator: Accelerator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setattr(weights_and_biases, "_INIT_SECONDS", 2)
+
+    metrics = start(accelerator, tmp_path)
+    metrics.write({"step": 1, "train/loss": 0.5})
+    metrics.close(exit_code=0)
+
+    printed = capsys.readouterr()
+    assert "W&B does not answer" in printed.err
+    assert "wandb sync" in printed.out
+    assert [row["train/loss"] for row in read_history(newest_wandb_file(tmp_path))] == [0.5]
 
 
 def test_only_rank_0_reports(

@@ -183,25 +183,6 @@ def test_a_metric_that_lacks_a_name_in_some_batch_is_refused(engine: Engine) -> 
         )
 
 
-def test_a_metric_runs_inside_forward(accelerator: Accelerator) -> None:
-    model = ConstantModel()
-    is_in_forward = [False]
-    model.register_forward_pre_hook(lambda *_: is_in_forward.append(True))
-    model.register_forward_hook(lambda *_: is_in_forward.append(False))
-
-    def calls_in_forward(model: Any, batch: Batch) -> dict[str, Any]:
-        return {"calls in forward": (int(is_in_forward[-1]), 1)}
-
-    results = evaluate(
-        engine_of(accelerator, model),
-        [local_batch(1)],
-        text_bytes=0,
-        metrics=[FunctionMetric(calls_in_forward)],
-    )
-
-    assert results["calls in forward"] == 1
-
-
 @pytest.mark.parametrize("name", ["twice", "loss", "rounded_loss"])
 def test_two_metrics_of_one_name_are_refused(name: str, engine: Engine) -> None:
     def twice(model: Any, batch: Batch) -> dict[str, int]:

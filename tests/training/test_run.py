@@ -26,7 +26,6 @@ from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.record import resume
 from llmtrain.record.history import History
 from llmtrain.record.stopping import Deadline
-from llmtrain.record.trackers import weights_and_biases
 from llmtrain.record.tracking import Metrics
 from llmtrain.training import opening, run_state
 from llmtrain.training.opening import open_run
@@ -38,7 +37,6 @@ from tests.engines import engine_of, finish
 from tests.launching import metrics, read_json
 from tests.record.checkpoint_files import Files
 from tests.waiting import wait_until
-from tests.wandb_file import read_history
 
 FINGERPRINT = {"model": {"width": 4}, "data": "abc", "seed": 0, "optimizer": {"learning_rate": 0.1}}
 WITHOUT_CHECKPOINT = r"no checkpoint in .* is intact"
@@ -189,18 +187,13 @@ def test_an_unfinished_run_without_a_checkpoint_starts_again_in_its_folder(train
     assert train() == "run from step 0"
 
 
-@pytest.mark.parametrize("content", ["{", None], ids=["damaged", "absent"])
-def test_a_run_without_a_readable_status_resumes(
-    content: str | None, train, tmp_path: Path
-) -> None:
-    train(steps=[10], crash=True)
+def test_a_run_without_a_readable_status_resumes(train, tmp_path: Path) -> None:
     status = tmp_path / "run/status.json"
-    if content is None:
-        status.unlink()
-    else:
-        status.write_text(content)
-
-    assert train() == "run from step 10"
+    train(steps=[10], crash=True)
+    status.write_text("{")
+    assert train(steps=[20], crash=True) == "run from step 10"
+    status.unlink()
+    assert train() == "run from step 20"
 
 
 @pytest.mark.parametrize(
@@ -217,12 +210,6 @@ def test_the_files_of_the_base_model_are_checked_after_a_failure(
     train(check_files=lambda: checks.append("resume"))
 
     assert checks == (["resume"] if is_checked else [])
-
-
-@pytest.mark.parametrize("key", FINGERPRINT)
-def test_a_run_with_another_fingerprint_is_not_resumed(key: str, train) -> None:
-    train(steps=[10], crash=True)
-    assert train(fingerprint=FINGERPRINT | {key: "other"}) == "run-2 from step 0"
 
 
 def test_files_that_are_not_a_run_are_left_alone(train, tmp_path: Path) -> None:
@@ -434,21 +421,6 @@ def test_a_run_that_extends_another_one_and_is_killed_keeps_its_log(
     assert train(resume_from_checkpoint="never") == "run-2 from step 30"
 
 
-def test_training_hours_include_those_of_the_extended_run(tmp_path: Path) -> None:
-    """It was started at 1e9 seconds after 1970, and extended 9000 seconds later."""
-    for step, seconds in ((1, 60), (2, 9060)):
-        with (tmp_path / "metrics.jsonl").open("a") as log:
-            log.write(json.dumps({"step": step, "time": 1e9 + seconds}) + "\n")
-    record = {
-        "format_version": 1,
-        "extends": {"start_times": ["2001-09-09T01:46:40+0000"]},
-        "starts": [{"time": "2001-09-09T04:16:40+0000"}],
-    }
-    (tmp_path / "run.json").write_text(json.dumps(record))
-
-    assert History.of_run(tmp_path).training_hours() == pytest.approx([1 / 60, 2 / 60])
-
-
 @pytest.mark.parametrize(
     ("changes", "source", "named"),
     [
@@ -525,23 +497,6 @@ def test_a_background_save_that_fails_stops_the_run(
     assert saved_steps(tmp_path / "run") == [1]
 
 
-def test_the_number_of_skipped_steps_and_compilation_are_restored(
-    start, small_model: SmallModel
-) -> None:
-    with contextlib.suppress(CrashError), start() as run:
-        run.status.compiled = True
-        run.status.skipped = 3
-        small_model.save(run, 1)
-        raise CrashError
-
-    with start() as run:
-        assert run.status.compiled is None
-        small_model.restore(run)
-        assert run.status.compiled is True
-        assert run.status.skipped == 3
-        finish(run, small_model.model)
-
-
 def test_a_save_is_in_the_status_and_twice_its_time_is_kept_free_before_the_deadline(
     start, small_model: SmallModel
 ) -> None:
@@ -559,13 +514,15 @@ def test_a_save_is_in_the_status_and_twice_its_time_is_kept_free_before_the_dead
         finish(run, small_model.model)
 
 
-def test_the_loss_scale_of_fp16_is_restored(
+def test_the_loss_scale_the_skipped_steps_and_the_choice_to_compile_are_restored(
     start, small_model: SmallModel, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
     scaler.scale(torch.ones(1))  # the scale is made on first use
     monkeypatch.setattr(accelerator, "scaler", scaler)
     with contextlib.suppress(CrashError), start() as run:
+        run.status.compiled = True
+        run.status.skipped = 3
         small_model.save(run, 1)
         raise CrashError
 
@@ -573,6 +530,8 @@ def test_the_loss_scale_of_fp16_is_restored(
     monkeypatch.setattr(accelerator, "scaler", new_scaler)
     with start() as run:
         small_model.restore(run)
+        assert run.status.compiled is True
+        assert run.status.skipped == 3
         finish(run, small_model.model)
 
     assert new_scaler.get_scale() == 1024.0
@@ -588,10 +547,8 @@ def test_the_record_describes_each_start_and_keeps_the_id_of_the_run(train, tmp_
     train()
 
     assert record_of(tmp_path / "run")["run_id"] == record["run_id"]
-    assert record["format_version"] == 1
     assert record["fingerprint"] == FINGERPRINT
     (first_start,) = record["starts"]
-    assert first_start["processes"] == 1
     assert first_start["versions"]["torch"] == torch.__version__
     assert first_start["threads"] == torch.get_num_threads()
 
@@ -663,58 +620,17 @@ def test_trackers_get_a_description_checkpoints_and_exit_codes(
     assert exit_codes == [1, 0]
 
 
-def test_a_run_is_logged_offline_if_wandb_does_not_answer(
-    start,
-    small_model: SmallModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nothing listens there
-    monkeypatch.setattr(weights_and_biases, "_INIT_SECONDS", 2)
-
-    with start(report_to=["wandb"]) as run:
-        run.status.step = 1
-        run.log({"train/loss": 0.5})
-        finish(run, small_model.model)
-
-    printed = capsys.readouterr()
-    assert "W&B does not answer" in printed.err
-    assert "offline; to upload it later: wandb login && wandb sync" in printed.out
-    (file,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
-    assert [row["train/loss"] for row in read_history(file)] == [0.5]
-
-
 # --- flags
 
 
-@pytest.mark.parametrize(
-    ("report_to", "trackers"),
-    [
-        (["all"], ["tensorboard", "wandb"]),
-        (["wandb", "all"], ["wandb", "tensorboard"]),
-        (["none"], []),
-    ],
-)
-def test_report_to_all_means_the_trackers_that_are_installed(
-    report_to: list[str], trackers: list[str]
-) -> None:
-    assert RunConfig(report_to=report_to).trackers == trackers
+def test_report_to_all_means_the_trackers_that_are_installed() -> None:
+    assert RunConfig(report_to=["wandb", "all"]).trackers == ["wandb", "tensorboard"]
+    assert RunConfig(report_to=["none"]).trackers == []
+    with pytest.raises(UserError, match="--report_to"):
+        RunConfig(report_to=["none", "wandb"])
 
 
-@pytest.mark.parametrize(
-    ("config", "flag", "value"),
-    [
-        (RunConfig, "report_to", ["weights"]),
-        (RunConfig, "report_to", ["swanlab"]),  # it is not installed
-        (RunConfig, "report_to", ["none", "wandb"]),
-        (LogConfig, "xray_steps", "5:4"),
-        (LogConfig, "xray_steps", "a:b"),
-    ],
-)
-def test_flags_of_the_log_that_cannot_be_used_are_refused(
-    config: type, flag: str, value: Any
-) -> None:
-    with pytest.raises(UserError, match=f"--{flag}"):
-        config(**{flag: value})
+@pytest.mark.parametrize("steps", ["5:4", "a:b"])
+def test_steps_of_an_xray_that_are_no_range_are_refused(steps: str) -> None:
+    with pytest.raises(UserError, match="--xray_steps"):
+        LogConfig(xray_steps=steps)

@@ -87,14 +87,6 @@ def logged(run: Run, metric: str, step: int) -> float:
 # --- the dtype of a finished model
 
 
-def logits(folder: Path, **options: object) -> torch.Tensor:
-    """Return the logits that transformers computes with a model folder."""
-    ids = torch.arange(1, 40)[None]
-    model = AutoModelForCausalLM.from_pretrained(folder, **options)
-    with torch.no_grad():
-        return model(ids).logits.float()
-
-
 @pytest.mark.parametrize(
     ("base_dtype", "save_dtype", "dtype"),
     [
@@ -118,13 +110,7 @@ def test_a_finished_model_has_the_dtype_of_its_base_or_the_chosen_one(
         assert torch.equal(finished[name], weight.to(dtype))
         assert finished[name].dtype == dtype
 
-    # Transformers loads this dtype, and computes almost the same, as in `llmtrain export --check`.
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == dtype
-    exact = logits(checkpoint_model(run, step=4))
-    bound = max(1e-5, 16 * torch.finfo(dtype).eps / 2)
-    largest = exact.abs().max()
-    assert (logits(folder, dtype=torch.float32) - exact).abs().max() <= bound * largest
-    assert (logits(folder) - exact).abs().max() <= 2 * bound * largest
 
 
 def test_a_tensor_that_the_base_keeps_in_another_dtype_stays_in_it(
