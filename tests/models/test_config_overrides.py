@@ -57,13 +57,7 @@ def test_heads_of_a_model_follow_only_if_they_divided_its_width(
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        "hidden_size,pad_token_id=null",
-        "pad_token_id=null,hidden_size=",
-        "[1]=2,[1]=3",
-        "hidden_size=8,n=1,hidden_size=16",
-    ],
+    "overrides", ["pad_token_id=null,hidden_size=", "hidden_size=8,n=1,hidden_size=16"]
 )
 def test_a_key_without_a_value_and_a_key_twice_are_refused(overrides: str) -> None:
     with pytest.raises(UserError, match="write key=value,key=value"):
@@ -95,12 +89,9 @@ def test_a_configuration_with_a_billion_layers_is_an_error_at_once(tmp_path: Pat
     ("value", "expected"),
     [
         ("1e-6", 1e-6),  # which YAML takes for text
-        ("+1e+5", 1e5),
         ("0.1", 0.1),
         ("'1e-6'", "1e-6"),
-        ("v1e-6", "v1e-6"),
         ("null", None),
-        ("''", ""),
         ("[a,b]", ["a", "b"]),
         ("{rope_theta: .5e-3}", {"rope_theta": 0.5e-3}),
     ],

@@ -414,20 +414,19 @@ def description(tensors: Iterator[tuple[str, torch.Tensor]]) -> list[tuple[str, 
     return [(name, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
 
 
+LORA = lt.LoraConfig(lora_r=4)
+DORA = lt.LoraConfig(lora_r=4, use_dora=True)
+
+
 @pytest.mark.parametrize(
-    "has_new_tokens", [False, True], ids=["tokens of the base", "two new tokens"]
-)
-@pytest.mark.parametrize(
-    ("start", "lora"),
+    ("family", "start", "lora", "has_new_tokens"),
     [
-        pytest.param("folder", None, id="folder"),
-        pytest.param("folder", lt.LoraConfig(lora_r=4), id="folder, lora"),
-        pytest.param("folder", lt.LoraConfig(lora_r=4, use_dora=True), id="folder, dora"),
-        pytest.param("seed", None, id="seed"),
+        pytest.param("llama", "folder", None, False, id="untied head, folder"),
+        pytest.param("gpt2", "folder", LORA, True, id="tied head, folder, LoRA, new tokens"),
+        pytest.param("llama", "folder", DORA, True, id="untied head, folder, DoRA, new tokens"),
+        pytest.param("gpt2", "seed", None, False, id="tied head, seed"),
+        pytest.param("llama", "seed", None, True, id="untied head, seed, new tokens"),
     ],
-)
-@pytest.mark.parametrize(
-    "family", [pytest.param("llama", id="untied head"), pytest.param("gpt2", id="tied head")]
 )
 def test_a_placed_model_is_the_one_that_transformers_builds_at_once(
     accelerator, load, family, start, lora, has_new_tokens, tmp_path

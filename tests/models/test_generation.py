@@ -474,18 +474,13 @@ CONVERSATIONS = {
         {"messages": [QUESTION, CALL_AS_TEXT, RESULT], "tools": TOOLS},
         [QUESTION, CALL, RESULT],
     ),
-    "ShareGPT": (
-        {"system": "Be brief.", "conversations": [{"from": "human", "value": "q1"}]},
-        [{"role": "system", "content": "Be brief."}, QUESTION],
-    ),
     "a typed control token": ({"messages": [TYPED]}, [TYPED]),
 }
 
 
 def trained_prompts(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any]) -> list[list[int]]:
     """Return the tokens before each turn that is trained, in the last row of a record."""
-    format = "sharegpt" if "conversations" in record else "messages"
-    row = Renderer(tokenizer)(conversation_of(record, format)).sequences[-1]
+    row = Renderer(tokenizer)(conversation_of(record, "messages")).sequences[-1]
     starts = np.flatnonzero(np.diff(row.loss_mask.astype(int), prepend=0) == 1)
     return [row.ids[:start].tolist() for start in starts]
 
@@ -500,8 +495,7 @@ def test_generate_sends_what_was_trained(name: str, tmp_path: Path, sent_by: Sen
 
     (prompt,) = sent_by(f"generate {tmp_path} --prompt_file {path}")
 
-    key = "conversations" if "conversations" in record else "messages"
-    answered = {**record, key: [*record[key], answer("Ans-1")]}
+    answered = {**record, "messages": [*record["messages"], answer("Ans-1")]}
     assert prompt == trained_prompts(tokenizer, answered)[-1]
     of_transformers = tokenizer.apply_chat_template(
         plain_messages, record.get("tools"), add_generation_prompt=True, tokenize=False

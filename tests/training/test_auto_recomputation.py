@@ -1,6 +1,7 @@
 """`--gradient_checkpointing auto` recomputes as few blocks as fit, and a run keeps its choice."""
 
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,6 @@ from accelerate import Accelerator
 import llmtrain as lt
 from llmtrain.devices import RESERVED_MEMORY
 from llmtrain.interfaces.batches import Batch
-from llmtrain.interfaces.callback import StepInfo
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.ranks import Ranks
@@ -26,9 +26,10 @@ from llmtrain.training.auto_recomputation import (
 from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
 from recipes import finetune, gpt
-from tests.launching import read_json
+from tests.launching import TINY, read_json
 from tests.models.small_models import byte_tokenizer
 from tests.models.some_rows import SomeRows
+from tests.training.small_runs import StopAfter
 
 # Bytes of a GPU's memory.
 AMPLE = 1e12
@@ -176,46 +177,17 @@ def test_the_smallest_gpu_of_all_ranks_counts_and_no_cpu(monkeypatch: pytest.Mon
 # --- a run that is resumed
 
 
-class CrashError(Exception):
-    """Stands for a crash."""
-
-
-class Crash(lt.Callback):
-    """Ends the run in its second step, after the checkpoint of the first."""
-
-    fingerprint = None
-
-    def on_step_end(self, batch: Any, result: Any, info: StepInfo) -> None:
-        if info.step == 2:
-            raise CrashError
-
-
 @pytest.fixture
 def train(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    """A function that trains a GPT of three blocks with dropout, on a GPU with some memory."""
+    """A function that trains a GPT with dropout, on a GPU with some memory."""
 
     def train(
-        name: str,
-        memory: float,
-        *,
-        callbacks: Sequence[lt.Callback] = (),
-        gradient_checkpointing: bool | None = None,
+        name: str, memory: float, flags: str = "", callbacks: Sequence[lt.Callback] = ()
     ) -> Run:
         monkeypatch.setattr(auto_recomputation, "usable_bytes", lambda _: memory)
-        settings = gpt.Settings(
-            model=lt.GPTConfig(
-                n_layer=3,
-                n_head=2,
-                n_embd=16,
-                block_size=16,
-                dropout=0.1,
-                gradient_checkpointing=gradient_checkpointing,
-            ),
-            data=lt.DataConfig(dataset=[str(text_file)], tokenizer="byte", global_batch_size=4),
-            optim=lt.OptimConfig(optim="adamw", max_steps=4, warmup_steps=0),
-            eval=lt.EvalConfig(eval_steps=0),
-            run=lt.RunConfig(str(tmp_path / name), report_to=["none"], save_steps=1),
-        )
+        files = f"--dataset {text_file} --output_dir {tmp_path}/{name}"
+        more = f"--dropout 0.1 --gradient_checkpointing auto {files} {flags}"
+        settings = lt.parse(gpt.DEFAULTS, [*TINY, *shlex.split(more)])
         return lt.fit(settings, gpt.tokenized(settings), gpt.build, callbacks=callbacks)
 
     return train
@@ -224,12 +196,11 @@ def train(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 def test_a_resumed_run_keeps_its_choice_which_changes_no_weights(
     train: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(CrashError):
-        train("run", SCARCE, callbacks=[Crash()])
+    train("run", SCARCE, callbacks=[StopAfter(2)])
     assert "recompute all blocks: the run needs " in capsys.readouterr().out
     resumed = train("run", AMPLE)
     assert "all blocks, as before the run was resumed" in capsys.readouterr().out
-    without = train("without", AMPLE, gradient_checkpointing=False)
+    without = train("without", AMPLE, "--gradient_checkpointing false")
 
     starts = read_json(tmp_path / "run/run.json")["starts"]
     assert [start["recompute_every"] for start in starts] == [1, 1]

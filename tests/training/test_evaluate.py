@@ -217,24 +217,6 @@ def test_a_metric_that_returns_no_sum_is_refused(value: Any, named: str, engine:
 # --- metrics of callbacks
 
 
-class TwiceTheLoss(lt.Callback):
-    """A callback that adds a metric to each evaluation."""
-
-    def __init__(self, metric_name: str) -> None:
-        self.metric_name = metric_name
-
-    def on_evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
-        return {self.metric_name: 2 * evaluate()["loss"]}
-
-
-def test_a_callback_adds_metrics_to_an_evaluation(train_gpt: Callable[..., Run]) -> None:
-    run = train_gpt(callbacks=[TwiceTheLoss("twice")])
-
-    evaluations = run.history().dropna(subset=["eval/loss"])
-    assert len(evaluations) == 4
-    assert (evaluations["eval/twice"] == 2 * evaluations["eval/loss"]).all()
-
-
 class ReturnsMetrics(lt.Callback):
     """A callback whose on_evaluate returns a given object."""
 
@@ -250,7 +232,7 @@ class ReturnsMetrics(lt.Callback):
     [
         (ReturnsMetrics(None), r"ReturnsMetrics\.on_evaluate returned None"),
         (ReturnsMetrics({"x": None}), r"ReturnsMetrics\.on_evaluate returned None as x"),
-        (TwiceTheLoss("loss"), "two metrics with the name loss"),
+        (ReturnsMetrics({"loss": 1.0}), "two metrics with the name loss"),
     ],
 )
 def test_a_callback_that_returns_no_metrics_is_refused(

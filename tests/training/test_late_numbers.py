@@ -434,6 +434,29 @@ def test_a_state_that_a_result_changes_is_checked_after_the_first_step(
         train_with_nan("run", nan_steps=(), callbacks=(KeepsAFunction(),), max_steps=1000)
 
 
+class NotesStates(lt.Callback):
+    """Notes the steps after which its state is asked for."""
+
+    fingerprint = None
+
+    def setup(self, training: Any) -> None:
+        self.training = training
+        self.steps: list[int] = []
+
+    def state_dict(self) -> dict[str, object]:
+        if hasattr(self, "steps"):
+            self.steps.append(self.training.step)
+        return {}
+
+
+def test_states_are_checked_once_after_the_first_step_that_was_not_skipped(
+    train_with_nan: Train,
+) -> None:
+    notes = NotesStates()
+    train_with_nan("run", nan_steps=(1, 2), callbacks=(notes,), skip_nonfinite=5)
+    assert notes.steps == [3, 4, 8, 12], "the last three are saves"
+
+
 def test_memory_of_the_prepass_is_free_in_the_next_step(
     train_with_nan: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,31 +220,6 @@ def test_an_optimizer_may_be_used_for_a_second_run(train_gpt: Callable[..., Run]
     assert second.history()["train/learning_rate"].dropna().equals(logged_rates)
 
 
-# --- errors at the start
-
-
-@pytest.mark.parametrize(
-    ("parts", "named"),
-    [
-        pytest.param(
-            {"callbacks": [Threshold(1), Threshold(2)]}, "called Threshold", id="one name twice"
-        ),
-        pytest.param(
-            {"optimizer": lambda model: torch.optim.SGD(nn.Linear(2, 2).parameters())},
-            "2 of the 2 parameters of the optimizer SGD",
-            id="the optimizer of another model",
-        ),
-    ],
-)
-def test_a_part_that_cannot_be_used_is_refused_before_a_folder_is_made(
-    parts: dict[str, Any], named: str, train_gpt: Callable[..., Run], tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=named):
-        train_gpt(**parts)
-
-    assert not (tmp_path / "run").exists()
-
-
 def test_parameters_that_the_optimizer_leaves_out_are_noted(
     train_gpt: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -427,6 +402,7 @@ class NeedsSecondHead(lt.Objective):
         ({"optimizer": sgd(Bigram())}, "this SGD was made too early"),
         ({"optimizer": torch.optim.SGD}, "optimizer: the class SGD"),
         ({"optimizer": lambda model: None}, "optimizer: None"),
+        ({"optimizer": lambda model: sgd(Bigram())}, "parameter of the optimizer SGD"),
         ({"objective": Scaled}, "objective: the class Scaled"),
         ({"objective": NeedsSecondHead()}, "the model has no second head"),
         ({"build": Bigram()}, "build: Bigram"),
@@ -434,6 +410,7 @@ class NeedsSecondHead(lt.Objective):
         ({"rows": [[1, 2, 3]]}, "rows: "),
         ({"callbacks": [lt.Callback]}, "callbacks: the class Callback"),
         ({"callbacks": lt.Callback()}, "callbacks: the Callback object is no list"),
+        ({"callbacks": [Threshold(1), Threshold(2)]}, "called Threshold"),
         ({"metrics": [lambda model, batch: {}]}, "metrics: a lambda has no name"),
         ({"metrics": [len]}, "metrics: .* must take two arguments"),
         ({"metrics": [3]}, "metrics: 3"),

@@ -287,22 +287,6 @@ def test_a_column_that_was_interrupted_is_continued(
     np.testing.assert_array_equal(run.columns().train, continued.train)
 
 
-def test_the_column_of_other_weights_is_noticed_even_under_the_same_file_name(
-    run: ReferenceRun, cache: Path, capsys: pytest.CaptureFixture
-) -> None:
-    expected = run.columns(seed=0)
-    (file,) = cache.glob("*-train")
-    other = run.columns(seed=1)
-    (other_file,) = {*cache.glob("*-train")} - {file}
-    assert not np.array_equal(other.train, expected.train)
-
-    file.write_bytes(other_file.read_bytes())
-    capsys.readouterr()
-
-    np.testing.assert_array_equal(run.columns(seed=0).train, expected.train)
-    assert ": 0 rows from the cache, " in capsys.readouterr().out
-
-
 # --- adapters
 
 

@@ -372,16 +372,11 @@ def test_a_run_that_loses_all_checkpoints_twice_is_not_restarted(
 def test_a_run_that_extends_another_one_begins_with_a_copy_of_its_log(
     train, tmp_path: Path
 ) -> None:
-    # JSON turns the numbers of labels into strings, which must not count as a difference.
-    labels = FINGERPRINT | {"model": {"id2label": {0: "no", 1: "yes"}}}
-    train(fingerprint=labels, steps=[10, 20])
+    train(steps=[10, 20])
     (tmp_path / "run/samples.jsonl").write_text('{"step": 10}\n{"step": 20}\n')
+    checkpoint = str(tmp_path / "run/checkpoints/step-00000010")
 
-    def extend(source: str, fingerprint: dict[str, Any], steps: Sequence[int]) -> str:
-        checkpoint = str(tmp_path / source)
-        return train(fingerprint=fingerprint, steps=steps, resume_from_checkpoint=checkpoint)
-
-    assert extend("run/checkpoints/step-00000010", labels, steps=[30]) == "run-2 from step 10"
+    assert train(steps=[30], resume_from_checkpoint=checkpoint) == "run-2 from step 10"
     assert logged_steps(tmp_path / "run-2") == [10, 30]
     assert (tmp_path / "run-2/samples.jsonl").read_text() == '{"step": 10}\n'
     assert logged_steps(tmp_path / "run") == [10, 20], "the extended run is unchanged"
@@ -395,8 +390,11 @@ def test_a_run_that_extends_another_one_begins_with_a_copy_of_its_log(
         "start_times": [extended["starts"][0]["time"]],
     }
 
-    another_optimizer = labels | {"optimizer": {}}
-    assert extend("run-2", another_optimizer, steps=[40]) == "run-3 from step 30"
+    another_optimizer = FINGERPRINT | {"optimizer": {}}
+    extended_again = train(
+        fingerprint=another_optimizer, steps=[40], resume_from_checkpoint=str(tmp_path / "run-2")
+    )
+    assert extended_again == "run-3 from step 30"
     assert logged_steps(tmp_path / "run-3") == [10, 30, 40]
     assert len(History.of_run(tmp_path / "run-3").all_start_times()) == 3
 
@@ -613,7 +611,6 @@ def test_trackers_get_a_description_checkpoints_and_exit_codes(
     assert config["parameters"] == config["trained_parameters"] == parameters
     assert config["layout"] == {"processes": 1, "accumulation": 2, "micro_batch": 16}
     assert config["seed"] == 3
-    assert config["versions"]["torch"] == torch.__version__
     assert len(config["data_sha256"]) == 64
     assert [len(run.start_times) for run in runs] == [1, 2]
     assert checkpoints == ["step-00000010", "step-00000020", "step-00000030"]

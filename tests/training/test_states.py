@@ -4,12 +4,10 @@ import copy
 import dataclasses
 import functools
 import json
-import math
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,7 +21,6 @@ from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.record.checkpoint import part_names, tensors_digest
 from llmtrain.training.adamw import CompactAdamW
-from llmtrain.training.callbacks import CheckStates
 from llmtrain.training.muon import Muon
 from llmtrain.training.optim import MuonWithAdamW
 from llmtrain.training.optimizer_state import OptimizerState
@@ -185,34 +182,6 @@ def test_a_state_that_cannot_be_stored_is_named_after_the_first_step(
 
     # An evaluation may have come before the step.
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) <= 1
-
-
-def test_states_are_checked_once_after_the_first_step_that_was_not_skipped() -> None:
-    checked_norms: list[float] = []
-    result: Any = SimpleNamespace(grad_norm=0.0)
-
-    def parts_by_name() -> dict[str, Any]:
-        """Note the step in which the check asks for the parts."""
-        checked_norms.append(result.grad_norm)
-        return {}
-
-    run = SimpleNamespace(
-        parts=SimpleNamespace(by_name=parts_by_name),
-        saver=SimpleNamespace(saves_alone=True),
-        settings=None,
-    )
-    context: Any = SimpleNamespace(
-        run=run, engine=None, optimizer_state=small_training().state, settle=lambda: None
-    )
-    check = CheckStates(context)
-    batch: Any = None
-    info = StepInfo(step=1, is_last=False, should_stop=False)
-
-    for norm in (math.nan, math.inf, 1.0, 2.0):
-        result.grad_norm = norm
-        check.on_step_end(batch, result, info)
-
-    assert checked_norms == [1.0]
 
 
 # --- the state of an optimizer
