@@ -1,5 +1,8 @@
-"""Fingerprints are compared as JSON reads them: a file has strings as keys, and no tuples."""
+"""A start resumes the run with its fingerprint, and starts at the same moment share no folder."""
 
+import multiprocessing
+from collections.abc import Sequence
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,7 @@ import pytest
 from llmtrain.errors import UserError
 from llmtrain.files import digest, write_json
 from llmtrain.json_types import JsonObject
+from llmtrain.record import resume
 from llmtrain.record.resume import ResumePoint, choose_folder
 from llmtrain.record.saver import Saver
 from tests.record.checkpoint_files import Files, save_step
@@ -24,8 +28,8 @@ def fingerprint_of(seed: int) -> JsonObject:
     }
 
 
-def start(folder: Path, seed: int, resume: str = "auto") -> ResumePoint:
-    with choose_folder(str(folder), resume, fingerprint_of(seed)) as resume_point:
+def start(folder: Path, seed: int, checkpoint: str = "auto") -> ResumePoint:
+    with choose_folder(str(folder), checkpoint, fingerprint_of(seed)) as resume_point:
         return resume_point
 
 
@@ -64,7 +68,7 @@ def test_a_run_with_the_same_fingerprint_is_resumed(stopped_run: Path) -> None:
 def test_a_named_checkpoint_with_the_same_fingerprint_is_resumed(
     stopped_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    resume_point = start(tmp_path / "extended", seed=0, resume=str(stopped_run))
+    resume_point = start(tmp_path / "extended", seed=0, checkpoint=str(stopped_run))
 
     assert resume_point.folder == tmp_path / "extended"
     assert resume_point.step == 10
@@ -75,4 +79,59 @@ def test_a_named_checkpoint_with_another_seed_is_refused_for_the_seed(
     stopped_run: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="has a different seed: 0 there, 1 here; resume with the"):
-        start(tmp_path / "extended", seed=1, resume=str(stopped_run))
+        start(tmp_path / "extended", seed=1, checkpoint=str(stopped_run))
+
+
+# --- starts at the same moment
+
+STARTS = 5
+ROUNDS = 4
+
+fork = multiprocessing.get_context("fork")
+
+
+def choose_and_hold(output_dir: Path, seed: int, begin: Barrier, end: Barrier) -> None:
+    """Choose a folder when all other starts do, record it, and hold it until all have chosen."""
+    begin.wait(timeout=30)
+    with choose_folder(str(output_dir), "auto", fingerprint_of(seed)) as point:
+        (point.folder / f"start-{point.step}").touch(exist_ok=False)
+        end.wait(timeout=30)
+
+
+def start_at_once(output_dir: Path, seeds: Sequence[int]) -> list[str]:
+    """Start runs at the same moment. Return the folder and the step that each of them chose."""
+    begin = fork.Barrier(len(seeds))
+    end = fork.Barrier(len(seeds))
+    starts = []
+    for seed in seeds:
+        arguments = (output_dir, seed, begin, end)
+        starts.append(fork.Process(target=choose_and_hold, args=arguments, daemon=True))
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join(timeout=40)
+
+    assert [start.exitcode for start in starts] == [0] * len(seeds)
+    records = output_dir.parent.glob("*/start-*")
+    return sorted(f"{record.parent.name}/{record.name}" for record in records)
+
+
+NEW_FOLDERS = [f"run-{number}/start-0" for number in range(2, STARTS + 1)]
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["absent", "empty"])
+def test_starts_at_the_same_moment_take_one_folder_each(is_there: bool, tmp_path: Path) -> None:
+    for number in range(ROUNDS):
+        output_dir = tmp_path / str(number) / "run"
+        if is_there:
+            output_dir.mkdir(parents=True)
+
+        assert start_at_once(output_dir, range(STARTS)) == [*NEW_FOLDERS, "run/start-0"]
+
+
+def test_only_one_of_the_starts_at_the_same_moment_resumes_a_run(
+    stopped_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "_WAIT_SECONDS", 0.1)
+
+    assert start_at_once(stopped_run, [0] * STARTS) == [*NEW_FOLDERS, "run/start-10"]

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import multiprocessing
 import pickle
 import threading
 import time
@@ -25,7 +24,6 @@ from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.record import resume
 from llmtrain.record.history import History
-from llmtrain.record.stopping import Deadline
 from llmtrain.record.tracking import Metrics
 from llmtrain.training import opening, run_state
 from llmtrain.training.opening import open_run
@@ -244,41 +242,6 @@ def test_a_run_whose_process_is_just_ending_is_waited_for(train, tmp_path: Path)
     threading.Timer(0.5, lock.release).start()
 
     assert train() == "run from step 10"
-
-
-def test_only_one_of_two_starts_at_the_same_moment_resumes_a_run(
-    train, start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resume, "_WAIT_SECONDS", 0.1)
-    train(steps=[10], crash=True)
-    context = multiprocessing.get_context("fork")
-    all_have_chosen = context.Barrier(2)
-    outcomes = context.SimpleQueue()
-    deadline_of = Deadline.of
-
-    def wait_for_others(*arguments: Any) -> Deadline:
-        all_have_chosen.wait(60)
-        return deadline_of(*arguments)
-
-    def start_in_child() -> None:
-        try:
-            with start() as run:
-                outcomes.put(f"{run.folder.name} from step {run.step}")
-                all_have_chosen.wait(60)  # keeps the folder locked until both have reported
-        except BaseException as error:
-            outcomes.put(repr(error))
-            all_have_chosen.abort()
-
-    # A run asks for its deadline just after it has chosen a folder.
-    monkeypatch.setattr(Deadline, "of", wait_for_others)
-    children = [context.Process(target=start_in_child) for _ in range(2)]
-    for child in children:
-        child.start()
-    reports = sorted(outcomes.get() for _ in children)
-    for child in children:
-        child.join()
-
-    assert reports == ["run from step 10", "run-2 from step 0"]
 
 
 def test_a_folder_that_appears_while_a_start_chooses_is_not_used(
