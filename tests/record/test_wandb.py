@@ -183,7 +183,7 @@ def test_a_run_is_logged_offline_if_the_server_does_not_answer(
     monkeypatch.setattr(weights_and_biases, "_INIT_SECONDS", 2)
 
     metrics = start(accelerator, tmp_path)
-    metrics.write({"step": 1, "train/loss": 0.5})
+    metrics.write({"step": 0, "train/loss": 0.5})
     metrics.close(exit_code=0)
 
     printed = capsys.readouterr()

@@ -143,6 +143,10 @@ def test_a_rate_that_is_a_tensor_is_filled_in_place() -> None:
 
     learning_rates.set(1)
     assert rate.item() == pytest.approx(1e-2, rel=1e-12), "the peak has not changed"
+    assert learning_rates.logged() == {
+        "train/learning_rate": pytest.approx(1e-2),
+        "train/learning_rate/head": pytest.approx(1e-4),
+    }
 
 
 def test_groups_with_another_rate_are_logged_by_name_or_index() -> None:

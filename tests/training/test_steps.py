@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
 
 from llmtrain.config.command_line import parse
 from llmtrain.data.config import DataConfig
@@ -252,6 +254,12 @@ def test_a_layout_computes_the_complete_batch() -> None:
     assert layout.global_batch_size == 64
     assert str(layout) == "64 rows per step = 2 processes x 4 micro-batches x 8 rows"
     assert layout_of(24, 64, 3) == Layout(processes=3, accumulation=1, micro_batch=8)
+
+
+def test_the_bits_of_a_bitwise_run_depend_on_the_threads_of_a_cpu() -> None:
+    fingerprint = layout_of(64, 8, 2).bitwise_fingerprint(Accelerator(cpu=True))
+    assert fingerprint["slot"] == 8
+    assert fingerprint["threads"] == torch.get_num_threads()
 
 
 @pytest.mark.parametrize(
