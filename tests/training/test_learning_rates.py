@@ -358,3 +358,5 @@ def test_flags_that_the_optimizer_or_the_schedule_of_a_recipe_does_not_read_are_
 
     with pytest.raises(UserError, match=" .*".join(f"--{name}" for name in flags)):
         check_optimizer_flags(user_set(config, *flags), model, sgd, triangle)
+    with pytest.raises(UserError, match="--dtype bfloat16 "):
+        check_optimizer_flags(OptimConfig(dtype="bfloat16"), model, sgd)
