@@ -205,13 +205,27 @@ def stops_of(name: str) -> list[str]:
 
 def tokenizer_of(name: str, spec: str = "byte", text: list[str] = TEXT) -> PreTrainedTokenizerFast:
     """Return a small tokenizer with a template, and with the tokens of its family."""
+    return tokenizer_with(TEMPLATES[name], stops_of(name), spec, text)
+
+
+def tokenizer_with(
+    template: str, stops: list[str], spec: str = "byte", text: list[str] = TEXT
+) -> PreTrainedTokenizerFast:
+    """Return a small tokenizer with a template and the special tokens in it.
+
+    Args:
+        template: the template.
+        stops: the tokens that end an answer. The first is EOS.
+        spec: a value of ``--tokenizer``.
+        text: the training text.
+    """
     backend = tok.train_tokenizer(spec, iter(text), lambda: iter(text))
-    special_tokens = [*_SPECIAL.findall(TEMPLATES[name]), *stops_of(name), "<bos>"]
+    special_tokens = [*_SPECIAL.findall(template), *stops, "<bos>"]
     backend.add_special_tokens([*dict.fromkeys(special_tokens)])
     for word in _WORDS:
         backend.add_tokens([f"<{word}>", f"</{word}>"])
     tokenizer = tok.as_pretrained(backend, block_size=4096)
     tokenizer.bos_token = "<bos>"
-    tokenizer.eos_token = stops_of(name)[0]
-    tokenizer.chat_template = TEMPLATES[name]
+    tokenizer.eos_token = stops[0]
+    tokenizer.chat_template = template
     return tokenizer
