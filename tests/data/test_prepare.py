@@ -35,7 +35,6 @@ from tests.data.preparation import (
     write_records,
     write_texts,
 )
-from tests.launching import PYTHON, run
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -359,27 +358,6 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path):
 
 
 # --- the cache
-
-
-OPEN_CACHED_ROWS = """
-import sys
-from llmtrain import DataConfig
-from llmtrain.data.loader import train_loader
-from llmtrain.data.prepare import tokenize
-
-config = DataConfig(dataset=[sys.argv[1]], tokenizer="byte", eval_fraction=0.0)
-rows = tokenize(config, int(sys.argv[2]))
-next(iter(train_loader(rows.train, 2, 2, range(3), seed=0)))
-print({"datasets", "pandas"} & {*sys.modules})
-"""
-
-
-def test_cached_rows_are_read_without_slow_imports(tmp_path):
-    tokenize_texts(tmp_path, TEXTS)
-    corpus_file = str(tmp_path / "corpus.jsonl")
-    result = run([*PYTHON, "-c", OPEN_CACHED_ROWS, corpus_file, str(BLOCK)]).assert_ok()
-    assert "from the cache" in result.out
-    assert result.out.splitlines()[-1] == "set()"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from typing import Any
 import filelock
 import pytest
 
-from llmtrain.config.yaml_file import Entry, Setting, settings_in, text_of
 from llmtrain.lab.commands import repeat
 from llmtrain.lab.run_groups import repeat_command
 from llmtrain.launching.children import run_to_end
@@ -109,22 +108,6 @@ def mark_as_set_by_user(folder: Path, names: list[str]) -> None:
     for name in names:
         record["settings"][name]["from"] = "command line"
     (folder / "run.json").write_text(json.dumps(record))
-
-
-def test_settings_are_read_as_they_are_printed() -> None:
-    entries = [
-        Entry("name", "a: #b", "help: with a colon", is_set=True),
-        Entry("rate", 1e-05, "help", is_set=False),
-        Entry("nothing", [], "help", is_set=False),
-        Entry("sample_prompts", ["a: 'b'\n\n c", "d\te"], "help", is_set=False),
-    ]
-
-    assert settings_in(text_of({"title": entries})) == {
-        "name": Setting("a: #b", True),
-        "rate": Setting(1e-05, False),
-        "nothing": Setting(None, False),
-        "sample_prompts": Setting(["a: 'b'\n\n c", "d\te"], False),
-    }
 
 
 # --- which seeds run
