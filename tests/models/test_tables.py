@@ -51,6 +51,7 @@ def test_a_random_line_of_memory_is_the_one_that_the_memory_model_computes() -> 
     assert line in MEMORY_PAGE.read_text(), "make it again: python -m docs.tables.memory_table"
 
 
+@long_form
 def test_plans_are_near_the_runs_that_were_measured_on_a_gpu() -> None:
     for run, line in zip(MEASURED, measured_lines(), strict=True):
         cells = [cell.strip() for cell in line.split("|")]

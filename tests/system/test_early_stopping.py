@@ -12,7 +12,7 @@ from llmtrain.errors import UserError
 from llmtrain.record.tensor_files import read_tensors
 from recipes import gpt
 from tests.forked import run_forked
-from tests.launching import GPT, PYTHON, TINY, interrupt, read_json, series, torchrun
+from tests.launching import GPT, PYTHON, TINY, interrupt, long_form, read_json, series, torchrun
 from tests.system.digits import tensors_digest
 
 EVAL_STEPS = 4
@@ -99,6 +99,7 @@ def test_two_processes_stop_at_the_same_step(reference: Path, noise: Path, tmp_p
     torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-4)
 
 
+@long_form
 def test_an_interrupted_run_stops_at_the_same_step_with_the_same_bits(
     reference: Path, noise: Path, tmp_path: Path
 ) -> None:

@@ -17,7 +17,8 @@ pytest.importorskip("heavyball")
 pytest.importorskip("pytorch_optimizer")
 
 
-@pytest.mark.parametrize("config", ["cpu_ddp", pytest.param("fsdp2", marks=long_form)])
+@long_form
+@pytest.mark.parametrize("config", ["cpu_ddp", "fsdp2"])
 def test_states_are_restored_and_the_same_on_all_ranks(config: str, tmp_path: Path) -> None:
     launcher = accelerate(config, "--mixed_precision", "no")
     command = [*launcher, "tests/system/state_ranks.py", str(tmp_path)]

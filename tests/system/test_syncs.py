@@ -77,7 +77,7 @@ def assert_each_step_waits_once(
         pytest.param(ON_TWO, TINY_GPT, id="gpt on 2", marks=long_form),
         pytest.param(PYTHON, LLAMA, id="packed", marks=long_form),
         pytest.param(ON_TWO, LLAMA, id="packed on 2", marks=long_form),
-        pytest.param(FSDP2, LLAMA, id="packed, sharded"),
+        pytest.param(FSDP2, LLAMA, id="packed, sharded", marks=long_form),
         pytest.param(PYTHON, [*LLAMA, "--no_packing"], id="not packed"),
     ],
 )
