@@ -15,13 +15,13 @@ train: $(TRAIN)
 	$(BIN)/accelerate launch --config_file $(CONFIG) recipes/gpt.py $(FLAGS)
 
 # Every promise in its short form.
-# Files go to three workers, the slowest files first: two would idle while their processes wait.
+# Files go to four workers, the slowest files first: two would idle while their processes wait.
 test: $(READY)
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # The long forms, and every command of README and docs.
 test-all: $(READY)
-	LLMTRAIN_LONG=1 $(BIN)/pytest -n 2 --dist worksteal -m long --timeout 1200 --ignore tests/test_lessons.py $(TESTS)
+	LLMTRAIN_LONG=1 $(BIN)/pytest -n 3 --dist worksteal -m long --timeout 1200 --ignore tests/test_lessons.py $(TESTS)
 	LLMTRAIN_LONG=1 $(BIN)/pytest -m long tests/test_lessons.py  # they measure: nothing else may run
 
 check: $(READY)

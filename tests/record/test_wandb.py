@@ -263,6 +263,7 @@ def steps_on(server: Server) -> list[int]:
     return [row["step"] for row in server.history]
 
 
+@long_form
 def test_wandb_gets_each_step_once_whichever_start_has_logged_it(
     server: Server, run_folder: Path, tmp_path: Path
 ) -> None:

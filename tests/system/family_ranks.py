@@ -1,6 +1,6 @@
 """Started by test_finetune.py on one and on two ranks: train a model of each family for three steps.
 
-`family_ranks.py FILE` writes the losses and gradient norms of each family. It fails if the ranks do
+`family_ranks.py FILE FAMILIES` writes the losses and gradient norms of each family. It fails if the ranks do
 not have the same weights.
 """
 
@@ -10,14 +10,13 @@ from pathlib import Path
 
 from llmtrain import launch
 from llmtrain.launching.accelerator import start_accelerator
-from tests.families import FAMILIES
 from tests.system.sharded_ranks import Case, build_model, train
 
 
 def main() -> None:
     accelerator = start_accelerator()
     families = {}
-    for family in FAMILIES:
+    for family in sys.argv[2:]:
         case = Case.parse(f"{family}-packed/2")
         bundle = build_model(case, accelerator, bases=Path())
         _, results = train(case, accelerator, bundle, steps=3)

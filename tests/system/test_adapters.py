@@ -64,10 +64,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@long_form
 @pytest.mark.parametrize(
     "launcher",
     [
-        pytest.param(accelerate("cpu_ddp"), id="DDP", marks=long_form),
+        pytest.param(accelerate("cpu_ddp"), id="DDP"),
         pytest.param(accelerate("fsdp2", "--mixed_precision", "no"), id="FSDP2"),
     ],
 )
@@ -114,6 +115,7 @@ def test_the_reference_of_preferences_is_the_adapter_before_training(
     assert losses[2] != pytest.approx(math.log(2), abs=1e-3)
 
 
+@long_form
 def test_a_merged_reward_model_has_the_scores_of_its_adapter_and_head(
     folder: Path, tmp_path: Path
 ) -> None:

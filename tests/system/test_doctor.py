@@ -308,6 +308,7 @@ def examine_two_machines(
     return [wait(process) for process in processes]
 
 
+@long_form
 def test_of_two_machines_that_meet_one_with_another_version_is_named(
     machines: list[str], tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ def write_texts(folder: Path) -> list[str]:
     return shlex.split(f"--dataset {folder}/train.txt --eval_dataset {folder}/validation.txt")
 
 
+@long_form
 def test_a_run_of_epochs_is_stopped_finished_and_extended(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = [*PYTHON, GPT, *FLAGS, *write_texts(tmp_path), "--output_dir", str(folder)]

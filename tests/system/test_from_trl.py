@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.forked import run_forked
-from tests.launching import PYTHON, ROOT, make_look_killed, read_json, series
+from tests.launching import PYTHON, ROOT, long_form, make_look_killed, read_json, series
 
 MIGRATE = ROOT / "docs" / "migrate"
 PAGE = ROOT / "docs" / "guides" / "from-trl.md"
@@ -75,6 +75,7 @@ def last_average(folder: Path) -> float:
 # --- both make the same run
 
 
+@long_form
 def test_both_files_make_the_same_run(trainer_state: TrainerState, straight: Path) -> None:
     losses = trainer_series(trainer_state, "loss")
     learning_rates = trainer_series(trainer_state, "learning_rate")
@@ -96,6 +97,7 @@ def test_both_files_make_the_same_run(trainer_state: TrainerState, straight: Pat
 # --- resuming with llmtrain
 
 
+@long_form
 def test_llmtrain_resumes_with_the_state_of_the_callback(straight: Path) -> None:
     killed = straight.with_name("killed")
     shutil.copytree(straight, killed)

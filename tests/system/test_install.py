@@ -50,6 +50,7 @@ def make_environment(folder: Path) -> Path:
     return site
 
 
+@long_form
 def test_a_torch_that_is_there_is_kept(source: Path, tmp_path: Path) -> None:
     version = "2.11.0+mine"
     site = make_environment(tmp_path / "env")

@@ -62,7 +62,11 @@ def behind_wrapper(command: list[str], folder: Path) -> list[str]:
     [
         pytest.param(PYTHON, [], WITHOUT_LAUNCHER | NO_SETTINGS, id="python"),
         pytest.param(
-            LAUNCH_ONE, [], WITH_LAUNCHER | NO_SETTINGS | {"processes": 1}, id="accelerate"
+            LAUNCH_ONE,
+            [],
+            WITH_LAUNCHER | NO_SETTINGS | {"processes": 1},
+            id="accelerate",
+            marks=long_form,
         ),
         pytest.param(
             LAUNCH_ONE,

@@ -328,7 +328,9 @@ def test_a_recipe_that_builds_no_model_is_an_error_that_names_the_requirement(
         build_recipe_model(str(recipe), [], "no")
 
 
-def test_a_plan_is_made_by_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_made_by_a_single_process(
+    text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="WORLD_SIZE is 2"):
-        build_recipe_model(GPT, [*TINY], "no")
+        build_recipe_model(GPT, [*TINY, "--dataset", str(text_file)], "no")

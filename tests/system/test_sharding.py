@@ -357,6 +357,7 @@ def assert_trained_in_bfloat16(folder: Path) -> None:
     assert not torch.equal(losses, losses.bfloat16().double()), "losses are not rounded"
 
 
+@long_form
 def test_the_shipped_config_shards_a_gpt_in_bfloat16(text_file: Path, tmp_path: Path) -> None:
     sharded = tmp_path / "sharded"
     reference = tmp_path / "reference"

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
 from tests.launching import (
     BIN,
@@ -78,6 +77,8 @@ def test_a_run_of_a_sweep_is_resumed_by_its_id(text_file: Path, tmp_path: Path) 
 
 @long_form
 def test_the_sweep_file_starts_a_run(text_file: Path, tmp_path: Path) -> None:
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
     folder = tmp_path / "sweep"
     parameters = {"learning_rate": 0.0123, "weight_decay": 0.1, "output_dir": str(folder)}
     assert parameters.keys() == SWEEP["parameters"].keys()

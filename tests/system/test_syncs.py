@@ -87,6 +87,7 @@ def test_a_step_waits_once(
     assert_each_step_waits_once(launcher, recipe, data, tmp_path)
 
 
+@long_form
 def test_a_step_of_an_adapter_waits_once(base: Path, data: dict[str, Path], tmp_path: Path) -> None:
     adapter = [FINETUNE, "--lora_r", "2", "--model_name_or_path", str(base)]
     assert_each_step_waits_once(PYTHON, [*adapter, *BYTE_DATA, *SIX_STEPS], data, tmp_path)
