@@ -66,6 +66,7 @@ def test_less_memory_costs_seconds_before_it_changes_the_arithmetic() -> None:
     assert costs[-1][:2] == (True, True)
 
 
+@long_form
 def test_each_change_has_its_seconds_and_its_promise() -> None:
     changes = {change.flag: change for change in fit(NOTHING, LLAMA, FINETUNE).changes}
 
