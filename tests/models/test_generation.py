@@ -342,7 +342,9 @@ def output_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) ->
     def output_of(*arguments: str, stdin: str = "") -> str:
         monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
         main([*arguments, "--max_new_tokens", "6", "--temperature", "0"])
-        return capsys.readouterr().out
+        captured = capsys.readouterr()
+        assert "dropped" not in captured.err, "all messages fit"
+        return captured.out
 
     return output_of
 

@@ -70,7 +70,7 @@ class Case:
 
     Those of other models are:
         each: synchronise the gradients in each micro-batch.
-        muon: train with Muon.
+        muon, 8bit: train with Muon, or with AdamW in eight bits.
         packed: each row has two documents.
     """
 
@@ -96,10 +96,10 @@ class Case:
 
     @property
     def optim(self) -> OptimConfig:
-        return OptimConfig(
-            learning_rate=1e-3 if self.model in LOW_RATE_MODELS else 1e-2,
-            optim="muon" if "muon" in self.options else "adamw",
-        )
+        names = {"muon": "muon", "8bit": "adamw_torch_8bit"}
+        [name] = [names[option] for option in self.options & names.keys()] or ["adamw"]
+        learning_rate = 1e-3 if self.model in LOW_RATE_MODELS else 1e-2
+        return OptimConfig(learning_rate=learning_rate, optim=name)
 
     @property
     def lora(self) -> LoraConfig:

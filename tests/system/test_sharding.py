@@ -45,7 +45,7 @@ LAUNCHERS = {
 
 # `sharded_ranks.Case` explains these names.
 SHORT_CASES = shlex.split(
-    "gpt/1 gpt/4 gpt-each/4 gpt-muon/1 llama/1 llama/4 mixtral/1 "
+    "gpt/1 gpt/4 gpt-each/4 gpt-muon/1 gpt-8bit/1 llama/1 llama/4 mixtral/1 "
     "base_of_experts-lora/1 base-dora-grown/1 half-lora/1 tied-lora-grown/1"
 )
 # qwen3, phi3 and gpt_neox have norms inside heads, joined projections, and fused heads.
