@@ -21,20 +21,14 @@ from llmtrain import launch
 from llmtrain.data.loader import Collate, RowBatch
 from llmtrain.interfaces.answer_codes import is_second
 from llmtrain.interfaces.batches import Batch, LocalBatch
-from llmtrain.interfaces.callback import StepResult
 from llmtrain.interfaces.objective import LossSums, StepTotals
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
-from llmtrain.training import loop
-from llmtrain.training.learning_rates import LearningRates
 from tests.system import controls
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-HONEST_STEP = loop.train_step
 HONEST_COLLATE = Collate.__call__
-HONEST_COUNT = Engine.count
-HONEST_RATES = LearningRates.after
 
 
 def sync_in_every_micro_batch(
@@ -48,29 +42,12 @@ def sync_in_every_micro_batch(
     return LossSums(total)
 
 
-def perturb_rank_1(engine: Engine, *arguments: Any, **settings: Any) -> StepResult:
-    result = HONEST_STEP(engine, *arguments, **settings)
-    with torch.no_grad():
-        next(engine.model.parameters())[0, 0] += RANK * 1e-3
-    return result
-
-
 def rows_of_first_step(collate: Collate, read: RowBatch) -> LocalBatch:
     """Every rank except the first reads the rows again that it has read in its first step."""
     first = collate.first = getattr(collate, "first", read)  # type: ignore[attr-defined]
     if RANK and len(read.slots) == len(first.slots):
         read = first
     return HONEST_COLLATE(collate, read)
-
-
-def pairs_of_one_rank(
-    engine: Engine, batches: Iterable[Batch], stop_requested: bool = False
-) -> StepTotals:
-    """Let each rank divide by its own number of pairs, as if all ranks had as many."""
-    batches = list(batches)
-    totals = HONEST_COUNT(engine, batches, stop_requested)
-    pairs = torch.stack([engine.objective.denominator(batch) for batch in batches]).sum()
-    return StepTotals(torch.stack([totals.target_tokens, pairs * WORLD, totals.stop_votes]))
 
 
 def divided_pairs(collate: Collate, read: RowBatch) -> LocalBatch:
@@ -90,10 +67,6 @@ def sum_over_own_batches(
     return torch.stack([engine.call_in_forward(function, batch) for batch in batches]).sum(0)
 
 
-def rates_of_steps_of_all_ranks(rates: LearningRates, step: int) -> list[float]:
-    return HONEST_RATES(rates, step * WORLD)
-
-
 def rebuild_nothing(engine: ReplicatedEngine, batch: Batch) -> None:
     """Leave DDP's buckets as they are."""
 
@@ -103,14 +76,11 @@ PLANT: dict[str, tuple[Any, str, Any]] = {
     "a mean of means": (Engine, "forward_backward", controls.mean_of_means),
     "a missing sync": (Engine, "forward_backward", controls.never_synced),
     "a sync in every micro-batch": (Engine, "forward_backward", sync_in_every_micro_batch),
-    "a scheduler stepped per rank": (LearningRates, "after", rates_of_steps_of_all_ranks),
     "unshifted token counts": (Engine, "count", controls.unshifted_count),
     "a rank reading another's rows": (Collate, "__call__", rows_of_first_step),
     "buckets that are not settled": (ReplicatedEngine, "rebuild_buckets", rebuild_nothing),
-    "one weight perturbed on rank 1": (loop, "train_step", perturb_rank_1),
 }
 OF_PAIRS: dict[str, tuple[Any, str, Any]] = {
-    "a mean of ranks' means of pairs": (Engine, "count", pairs_of_one_rank),
     "a pair split over two processes": (Collate, "__call__", divided_pairs),
     "a baseline of each process": (Engine, "sum_over_batches", sum_over_own_batches),
 }

@@ -200,7 +200,7 @@ LAST_STATUS = Case("new", "run/status.json", "rename", number=4, error="EIO")
 
 @needs_failing_calls
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", [8, pytest.param(60, marks=long_form)])
+@pytest.mark.parametrize("count", [8, pytest.param(40, marks=long_form)])
 def test_a_call_that_fails_once_costs_one_line(
     count: int, runs: Runs, score: Callable[[str], None]
 ) -> None:

@@ -51,16 +51,6 @@ def test_a_run_has_the_same_bits_after_three_kills_on_changing_layouts(flags: li
     assert ended.out.splitlines()[-1] == "passed: the same run"
 
 
-@long_form
-def test_an_average_that_is_not_restored_fails_the_verification(flags: list[str]) -> None:
-    verify_flags = shlex.split("--steps 6 --layouts 1")
-
-    ended = run([*VERIFY_RESUME, *verify_flags, "tests/system/forgetful_average.py", *flags])
-
-    assert ended.status == 1, ended.out + ended.err
-    assert "killed, resumed: the state of ForgetfulAverage differs in some bits\n" in ended.out
-
-
 def test_another_coefficient_of_the_loss_makes_another_run(
     flags: list[str], finished: Path, tmp_path: Path
 ) -> None:

@@ -72,7 +72,8 @@ def test_the_recipe_can_be_planned(recipe: Path) -> None:
 
 @long_form
 def test_two_processes_make_the_run_of_one(recipe: Path) -> None:
-    run([str(BIN / "llmtrain"), "verify", "layout", str(recipe)], timeout=200).assert_ok()
+    verify = [str(BIN / "llmtrain"), "verify", "layout", "--layouts", "2", "--steps", "4"]
+    run([*verify, str(recipe)], timeout=200).assert_ok()
 
 
 @long_form

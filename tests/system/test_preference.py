@@ -45,19 +45,16 @@ def verify(how: str, flags: str, pairs: Path, recipe: str = PREFERENCE, planted:
 
 
 @long_form
-@pytest.mark.parametrize("loss", ["kto", "reward", "ipo sft"])
+@pytest.mark.parametrize("loss", ["kto", "ipo sft"])
 def test_pairs_of_any_length_make_the_same_run_on_any_layout(loss: str, pairs: Path) -> None:
     how = "layout --layouts 1x1x8,2x2x2 --steps 3"
     verify(how, f"--loss_type {loss}", pairs).assert_ok()
 
 
 @long_form
-@pytest.mark.parametrize(("loss", "layouts"), [("sigmoid", "1x8x1,4x2x1"), ("kto", "1x8x1,2x4x1")])
-def test_a_bitwise_run_has_the_same_bits_on_any_layout(
-    loss: str, layouts: str, pairs: Path
-) -> None:
-    how = f"layout --layouts {layouts} --steps 3"
-    ended = verify(how, f"--loss_type {loss} --bitwise", pairs).assert_ok()
+def test_a_bitwise_run_has_the_same_bits_on_any_layout(pairs: Path) -> None:
+    how = "layout --layouts 1x8x1,4x2x1 --steps 3"
+    ended = verify(how, "--loss_type kto --bitwise", pairs).assert_ok()
 
     _, *rows, verdict = ended.out.splitlines()
     assert verdict.startswith("passed")
@@ -74,7 +71,6 @@ def test_a_killed_run_with_a_baseline_resumes_with_the_same_bits(pairs: Path) ->
 @pytest.mark.parametrize(
     ("bug", "loss", "message"),
     [
-        ("a mean of ranks' means of pairs", "sigmoid", "gradient norm differs by"),
         (
             "a pair split over two processes",
             "sigmoid",

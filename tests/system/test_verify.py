@@ -90,20 +90,14 @@ def test_verify_finds_a_mean_of_means(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bug", "message"),
     [
-        ("a mean of means", "2 processes: gradient norm differs by"),
         # The states of the optimizer are checked before the weights drift.
         ("a missing sync", "keeps other values on rank 1 than on rank 0"),
         ("a sync in every micro-batch", "2 processes: gradients are reduced 2 times in a step"),
-        ("a scheduler stepped per rank", "2 processes: different learning rate from step 3 on"),
         (
             "unshifted token counts",
             "264 target tokens were counted up to step 1, but its rows have 256",
         ),
         ("a rank reading another's rows", "2 processes: different rows from step 2 on"),
-        (
-            "one weight perturbed on rank 1",
-            "2 processes: replicas drifted: model.embed_tokens.weight of rank 1",
-        ),
     ],
 )
 def test_verify_finds_a_planted_bug_and_names_its_effect(
@@ -127,7 +121,6 @@ def test_runs_on_any_layout_are_the_same_up_to_rounding(text_file: Path) -> None
     ("recipe", "model", "layouts"),
     [
         (GPT, "--architecture lfm2 --dropout 0.2", "2,8"),
-        (GPT, "--architecture gpt2 --dropout 0.2", "1,4"),
         (FINETUNE, shlex.join(SMALL_LLAMA), "1,4"),
     ],
 )
@@ -155,24 +148,11 @@ def test_a_bitwise_run_has_the_same_bits_on_any_number_of_processes(
 
 
 @long_form
-@pytest.mark.parametrize(
-    ("setting", "limit"),
-    [
-        pytest.param("mixed_precision: bf16", 1e-2, id="bfloat16"),
-        pytest.param(
-            "dynamo_config: {dynamo_backend: INDUCTOR}",
-            1e-5,
-            id="compiled",
-            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
-        ),
-    ],
-)
-def test_other_arithmetic_is_nearly_the_same_on_two_layouts(
-    setting: str, limit: float, text_file: Path, tmp_path: Path
-) -> None:
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_runs_are_nearly_the_same_on_two_layouts(text_file: Path, tmp_path: Path) -> None:
     config = yaml.safe_load((ROOT / "accelerate_configs" / "cpu_ddp.yaml").read_text())
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config | yaml.safe_load(setting)))
+    path.write_text(yaml.safe_dump(config | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}))
 
     ended = verify(
         f"layout --config_file {path} --layouts 1x4x2,2x2x2 --steps 4",
@@ -183,7 +163,7 @@ def test_other_arithmetic_is_nearly_the_same_on_two_layouts(
     second_layout = ended.out.splitlines()[2]
     _, rows, *_, weight_difference, _ = second_layout.split()
     assert rows == "same"
-    assert 0 < float(weight_difference) < limit
+    assert 0 < float(weight_difference) < 1e-5
 
 
 # --- killed runs
