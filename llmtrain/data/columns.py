@@ -1,52 +1,74 @@
-"""Sources whose fields have our names, as ``--columns`` says."""
+"""The names that fields have in the data, as ``--columns`` gives them for all data sets."""
+
+from __future__ import annotations  # so that the flags do not import the sources
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from llmtrain.data.column_names import ColumnNames
-from llmtrain.data.readers import Record
-from llmtrain.data.sources import Fields, Source
+from llmtrain.data.formats import RECORD_FIELDS
 from llmtrain.errors import UserError
 
+if TYPE_CHECKING:
+    from llmtrain.data.readers import Record
+    from llmtrain.data.sources import Source
 
-def rename_columns(sources: Sequence[Source], names: ColumnNames) -> list[Source]:
-    """Return sources whose fields have our names.
 
-    A source that has none of the fields stays as it is, unless a word names it: it may hold text,
-    or have our names. The first record of each source decides.
+def parse_columns(words: Sequence[str]) -> dict[str, str]:
+    """Return the name of each field in the data by its name in a format.
 
     Raises:
-        UserError: with the place of a record that has only some of the fields; or with the first
-            record of all if no source has the fields that are for all sources.
+        UserError: if a word is not ``OURS=THEIRS``, or if a name is used twice.
     """
-    renamed_sources: list[Source] = []
-    common_names = names.renamed("")
-    is_common_name_used = False
-    unchanged: list[Record] = []  # the first record of each source that stays as it is
-    for source in sources:
-        columns = names.renamed(source.name)
-        first = source.first if columns else None
-        if first is None:
-            renamed_sources.append(source)
-            continue
-
-        used = {ours: theirs for ours, theirs in columns.items() if theirs in first.fields}
-        is_named = any(column.ours != "text" for column in names.of_dataset(source.name))
-        if used or is_named:
-            _check_columns(first, columns)
-            renamed_sources.append(_with_columns(source, columns))
-            is_common_name_used |= bool(used.items() & common_names.items())
-        else:
-            renamed_sources.append(source)
-            unchanged.append(first)
-
-    if not is_common_name_used:
-        for first in unchanged:
-            _check_columns(first, common_names)
-    return renamed_sources
+    columns: dict[str, str] = {}
+    for word in words:
+        # The name in the data may have equals signs of its own.
+        ours, _, theirs = word.partition("=")
+        dataset = ours.rpartition(":")[0]
+        if dataset:
+            raise UserError(
+                f"--columns {word}: OURS=THEIRS is for all data sets, and cannot be for {dataset} "
+                "only; rename the field in a copy of that data set."
+            )
+        if ours not in RECORD_FIELDS or not theirs:
+            raise UserError(
+                f"--columns {word}: write OURS=THEIRS, such as prompt=question, with one of "
+                f"{', '.join(RECORD_FIELDS)} on the left."
+            )
+        if ours in columns:
+            raise UserError(f"--columns {word}: {ours} is set twice; remove one of them.")
+        if theirs in columns.values():
+            raise UserError(f"--columns {word}: the field {theirs} is used twice; remove one.")
+        columns[ours] = theirs
+    return columns
 
 
-def _check_columns(record: Record, columns: Mapping[str, str]) -> None:
+def rename_columns(sources: Sequence[Source], columns: Mapping[str, str]) -> list[Source]:
+    """Return sources whose fields have our names.
+
+    A source that has none of the fields stays as it is: it may hold text, or have our names. The
+    first record of each source decides.
+
+    Raises:
+        UserError: with the place of a record that has only some of the fields, or of the first
+            record of all if no source has any.
+    """
+    if not columns:
+        return [*sources]  # no record needs to be read
+
+    names = set(columns.values())
+    with_fields = [
+        source for source in sources if source.first and names & source.first.fields.keys()
+    ]
+    for source in with_fields or sources:
+        if source.first:
+            _check_fields(source.first, columns)
+    return [
+        _with_columns(source, columns) if source in with_fields else source for source in sources
+    ]
+
+
+def _check_fields(record: Record, columns: Mapping[str, str]) -> None:
     """Raise :class:`UserError` if a record lacks a field to rename."""
     for ours, theirs in columns.items():
         if theirs not in record.fields:
@@ -58,20 +80,15 @@ def _check_columns(record: Record, columns: Mapping[str, str]) -> None:
 
 
 def _with_columns(source: Source, columns: Mapping[str, str]) -> Source:
+    """Rename the fields of a source. A field that has the new name of another one is left out."""
+    names = {*columns, *columns.values()}
+
     def records(_: str | None) -> Iterator[Record]:
-        for place, fields in source.records(None):
-            yield Record(place, _renamed(fields, columns))
+        for record in source.records(None):
+            fields = {name: value for name, value in record.fields.items() if name not in names}
+            for ours, theirs in columns.items():
+                if theirs in record.fields:
+                    fields[ours] = record.fields[theirs]
+            yield record._replace(fields=fields)
 
     return replace(source, records=records)
-
-
-def _renamed(fields: Fields, columns: Mapping[str, str]) -> Fields:
-    """Rename the fields of a record. A field that has the new name of another one is left out."""
-    sources = set(columns.values())
-    renamed = {
-        name: value for name, value in fields.items() if name not in sources and name not in columns
-    }
-    for ours, theirs in columns.items():
-        if theirs in fields:
-            renamed[ours] = fields[theirs]
-    return renamed

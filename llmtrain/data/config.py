@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
 from llmtrain.config.flags import Config, flag, require_at_least, require_at_most
-from llmtrain.data.column_names import ColumnNames
+from llmtrain.data.columns import parse_columns
 from llmtrain.data.formats import ConversationFormat
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
@@ -107,9 +107,9 @@ class DataConfig(BatchConfig):
     columns: list[str] = flag(
         [],
         "names of the fields in the data, as OURS=THEIRS: prompt=question completion=answer reads "
-        "the field question as the prompt; text=body does the same as --text_field body; for one "
-        "of several data sets, DATASET:OURS=THEIRS",
-        metavar="[DATASET:]OURS=THEIRS",
+        "the field question as the prompt; text=body does the same as --text_field body; data "
+        "sets that have none of the fields on the right stay as they are",
+        metavar="OURS=THEIRS",
     )
     mixture: list[float] = flag(
         [],
@@ -184,12 +184,7 @@ class DataConfig(BatchConfig):
         for name in ("dataset_train_split", "dataset_test_split"):
             if getattr(self, name) == "":
                 raise UserError(f"--{name} is empty: name a split of the data set, such as test.")
-        for column in self.column_names.columns:
-            if column.dataset and column.dataset not in [*self.dataset, *self.eval_dataset]:
-                raise UserError(
-                    f"--columns {column}: {column.dataset} is not a name in --dataset or "
-                    "--eval_dataset; write it as there."
-                )
+        parse_columns(self.columns)  # so that a wrong word is reported now
         self._check_mixture()
 
     def _check_mixture(self) -> None:
@@ -214,13 +209,9 @@ class DataConfig(BatchConfig):
         return self.mixture
 
     @property
-    def column_names(self) -> ColumnNames:
-        """The names of fields in the data sets: ``--columns``."""
-        return ColumnNames.parse(self.columns)
-
-    def text_field_of(self, dataset: str) -> str:
-        """Return the field that holds the text of a data set."""
-        return self.column_names.text(dataset) or self.text_field
+    def column_names(self) -> dict[str, str]:
+        """The name of each field in the data by its name in a format: ``--columns``."""
+        return parse_columns(self.columns)
 
     @property
     def has_own_eval_data(self) -> bool:

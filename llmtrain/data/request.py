@@ -3,14 +3,13 @@
 Everything that can be wrong with the flags is reported here, before any row is made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from llmtrain.config.flags import flags_of
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import NO_TEMPLATE, set_template, template_text
-from llmtrain.data.column_names import Column, ColumnNames
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.requested_sources import RequestedSource, requested_sources
 from llmtrain.data.shuffle import counts_per_period
@@ -195,14 +194,14 @@ def make_request(
     )
 
 
-def _described(requested: RequestedSource, names: ColumnNames) -> JsonObject:
+def _described(requested: RequestedSource, columns: Mapping[str, str]) -> JsonObject:
     """Return everything about a data set that the rows depend on."""
     return {
         "fingerprint": requested.source.fingerprint(),
         "split": requested.only_split,
         "format": requested.format,
         "text_field": requested.text_field,
-        "columns": sorted(names.renamed(requested.source.name).items()),
+        "columns": sorted(item for item in columns.items() if item[0] != "text"),
     }
 
 
@@ -265,12 +264,12 @@ def _check_data_flags(config: DataConfig, has_own_records: bool) -> None:
         )
 
     has_text_field = config.is_set("text_field") or config.text_field != "text"
-    for column in config.column_names.of_all_datasets():
-        if column.ours == "text" and has_text_field:
-            raise UserError(
-                f"--columns {column} and --text_field {config.text_field} both name the field that "
-                "holds the text; leave one of them out."
-            )
+    text_column = config.column_names.get("text")
+    if text_column and has_text_field:
+        raise UserError(
+            f"--columns text={text_column} and --text_field {config.text_field} both name the "
+            "field that holds the text; leave one of them out."
+        )
 
 
 def _check_record_flags(
@@ -282,7 +281,7 @@ def _check_record_flags(
         UserError: if such a flag is set and has no effect, or if it does not fit the others.
     """
     name = sources[0].source.name
-    names = config.column_names
+    columns = config.column_names
     formats = {requested.format for requested in sources}
     kind = "preference data" if isinstance(chat, PairConfig) else "conversations"
     if formats == {"text"}:
@@ -292,21 +291,17 @@ def _check_record_flags(
                     f"--{flag} is for conversations, but {name} is text; leave it out, or see "
                     "--format."
                 )
-        for column in names.of_all_datasets():
-            _check_names_text(column, name)
-    for requested in sources:
-        for column in names.of_dataset(requested.source.name):
-            if requested.format == "text":
-                _check_names_text(column, requested.source.name)
-            elif column.ours == "text":
+        for ours, theirs in columns.items():
+            if ours != "text":
                 raise UserError(
-                    f"--columns {column} is for text, but {requested.source.name} holds {kind}; "
-                    "leave it out."
+                    f"--columns {ours}={theirs}: {name} is read as text, which has no field "
+                    f"'{ours}'; rename all fields of a format of conversations, or write "
+                    f"text={theirs}."
                 )
 
     if "text" not in formats:
         are_set = {
-            f"--columns text={names.text('')}": names.text("") is not None,
+            f"--columns text={columns.get('text')}": "text" in columns,
             "--text_field": config.is_set("text_field"),
             "--isolate_documents": config.isolate_documents,
         }
@@ -319,13 +314,4 @@ def _check_record_flags(
         raise UserError(
             "--isolate_documents needs packed rows if text and conversations are mixed, and this "
             "run does not pack them; leave --isolate_documents out."
-        )
-
-
-def _check_names_text(column: Column, name: str) -> None:
-    """Raise :class:`UserError` if a word of ``--columns`` for text is not ``text=THEIRS``."""
-    if column.ours != "text":
-        raise UserError(
-            f"--columns {column}: {name} is read as text, which has no field '{column.ours}'; "
-            f"rename all fields of a format of conversations, or write text={column.theirs}."
         )

@@ -76,10 +76,11 @@ def requested_sources(
     else:
         train = [own_source]
     eval = _eval_sources(config)
-    renamed = rename_columns([*train, *eval], config.column_names)
+    columns = config.column_names
+    text_field = columns.pop("text", config.text_field)
 
     requested = []
-    for number, source in enumerate(renamed):
+    for number, source in enumerate(rename_columns([*train, *eval], columns)):
         split: Split | None = None
         if eval:
             split = "train" if number < len(train) else "eval"
@@ -88,7 +89,7 @@ def requested_sources(
                 source,
                 format=_format_of(source, chat, unpaired),
                 only_split=split,
-                text_field=config.text_field_of(source.name),
+                text_field=text_field,
             )
         )
     return requested

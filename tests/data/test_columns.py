@@ -77,12 +77,20 @@ def test_a_renamed_field_replaces_the_one_of_its_new_name(tmp_path):
     expected = tokenize_chats(original, columns=[])
     for record, columns in (
         ({"prompt": "unused", "question": "2?", "completion": "two"}, ["prompt=question"]),
+        ({"a:b=c": "2?", "completion": "two"}, ["prompt=a:b=c"]),
         ({"prompt": "two", "completion": "2?"}, ["prompt=completion", "completion=prompt"]),
         ({"instruction": "2?", "output": "two"}, ["prompt=instruction", "completion=output"]),
     ):
         path = write(tmp_path / "b.jsonl", record)
         tokenized = tokenize_chats(path, columns=columns)
         assert tokenized.metadata.data_sha256 == expected.metadata.data_sha256
+
+
+def test_a_record_without_a_renamed_field_does_not_fall_back_to_its_new_name(tmp_path):
+    complete = {"question": "2?", "completion": "two"}
+    path = write_records(tmp_path / "a.jsonl", [complete, RECORDS["prompt_completion"]])
+    with pytest.raises(UserError, match=r"line 2: .*prompt"):
+        tokenize_chats(path, columns=["prompt=question"])
 
 
 def test_columns_are_part_of_the_cache_key(tmp_path, capsys):
@@ -106,20 +114,11 @@ def test_eval_data_have_the_renamed_fields_or_those_of_the_format(tmp_path):
         assert [*tokenized.eval] == [*tokenized.train]
 
 
-def test_a_column_can_be_for_one_data_set(tmp_path):
-    first = write(tmp_path / "a.jsonl", {"question": "2?", "answer": "two"})
-    second = write(tmp_path / "b.jsonl", {"question": "2?", "answer": "2", "solution": "two"})
-    third = write(tmp_path / "c.jsonl", {"query": "2?", "completion": "two", "prompt": "unused"})
-    columns = [
-        *RENAMED,
-        f"{second}:completion=solution",
-        f"{third}:prompt=query",
-        f"{third}:completion=completion",
-    ]
-
-    tokenized = tokenize_chats(first, columns=columns, eval_dataset=[str(second), str(third)])
-
-    assert [*tokenized.eval] == [*tokenized.train] * 2
+def test_eval_data_with_some_of_the_renamed_fields_are_an_error_with_their_place(tmp_path):
+    train = write(tmp_path / "a.jsonl", {"question": "2?", "answer": "two"})
+    eval = write(tmp_path / "b.jsonl", {"question": "2?", "completion": "two"})
+    with pytest.raises(UserError, match=r"b\.jsonl, line 1: no field 'answer' for --columns"):
+        tokenize_chats(train, columns=RENAMED, eval_dataset=[str(eval)])
 
 
 # --- errors
@@ -135,6 +134,7 @@ def test_a_column_can_be_for_one_data_set(tmp_path):
         ("prompt_completion", "prompt=a prompt=b", "--columns prompt=b"),
         ("prompt_completion", "prompt=a completion=a", "--columns completion=a"),
         ("prompt_completion", "prompt=q", "PATH, line 1: no field 'q'"),
+        ("prompt_completion", "a:b.jsonl:prompt=q", "all data sets, and cannot be for a:b.jsonl"),
     ],
 )
 def test_a_wrong_column_is_an_error_that_names_it(tmp_path, format, columns, hint):
