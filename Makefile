@@ -21,8 +21,8 @@ test: $(READY)
 
 # The long forms, and every command of README and docs.
 test-all: $(READY)
-	LLMTRAIN_LONG=1 $(BIN)/pytest -n 3 --dist worksteal -m long --timeout 1200 --ignore tests/test_lessons.py $(TESTS)
-	LLMTRAIN_LONG=1 $(BIN)/pytest -m long tests/test_lessons.py  # they measure: nothing else may run
+	LLMTRAIN_LONG=1 $(BIN)/pytest -n 3 --dist worksteal -m "long and not measures" --timeout 1200 $(TESTS)
+	LLMTRAIN_LONG=1 $(BIN)/pytest -m measures tests/test_lessons.py  # nothing else may run beside them
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,8 @@ from tests.launching import BIN, ROOT, WRITE_DOCS, long_form, run
 
 PAGE = ROOT / "docs" / "explanation" / "ddp.md"
 QUICK = ("replicas",)
+# They fail if a process waits for other programs. The others only show what they measure.
+MEASURING = ("overlap", "late")
 
 
 def block_of(lesson: str) -> re.Pattern[str]:
@@ -28,9 +31,14 @@ def comparable(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "lesson", [name if name in QUICK else pytest.param(name, marks=long_form) for name in LESSONS]
-)
+def marked(lesson: str) -> Any:
+    """Return a lesson as a parameter. All but the quick ones are long forms."""
+    if lesson in MEASURING:
+        return pytest.param(lesson, marks=[long_form, pytest.mark.measures])
+    return lesson if lesson in QUICK else pytest.param(lesson, marks=long_form)
+
+
+@pytest.mark.parametrize("lesson", [*map(marked, LESSONS)])
 def test_a_lesson_holds_and_prints_what_the_page_shows(lesson: str) -> None:
     ended = run([str(BIN / "llmtrain"), "learn", lesson]).assert_ok()
     page = PAGE.read_text()
