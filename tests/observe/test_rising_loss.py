@@ -60,7 +60,7 @@ def test_a_healthy_run_has_no_event(
         assert events_of(lambda step: curve(step, draw), logging_steps) == []  # noqa: B023
 
 
-@pytest.mark.parametrize("logging_steps", [1, 5, 10])
+@pytest.mark.parametrize("logging_steps", [1, 5, 10, STEPS // 5])  # the last has five entries
 @pytest.mark.parametrize("first", [0.69, 6.9, 25.0])
 def test_a_run_whose_loss_stays_above_its_start_has_one_event(
     first: float, logging_steps: int
