@@ -327,13 +327,17 @@ def test_runs_sorted_by_a_loss_come_before_those_without_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     losses = {"third": ', "eval/loss": 4.0', "first": ', "eval/loss": 2.0', "without": ""}
+    diverged = '}\n{"step": 2, "eval/loss": null'
+    losses["diverged"] = ', "eval/loss": 1.0' + diverged
     for name, loss in losses.items():
         folder = make_run(tmp_path / "runs" / name, PREEMPTED)
         (folder / "metrics.jsonl").write_text(f'{{"step": 1, "train/loss": 1.0{loss}}}\n')
 
     rows = list_runs(capsys, f"{tmp_path}/runs --sort eval_loss")
 
-    assert [Path(columns[0]).name for columns in rows] == ["first", "third", "without"]
+    names = [Path(columns[0]).name for columns in rows]
+    assert names[:2] == ["first", "third"]
+    assert "nan" in rows[names.index("diverged")]
 
 
 # --- runs --finished

@@ -123,8 +123,9 @@ def _list(path: Path, sort_key: str, as_json: bool) -> None:
 
     histories.sort(key=History.seconds_since_write)
     runs = [_listed(history) for history in histories]
-    # Runs without the loss come last; of equal values, the newest comes first.
-    runs.sort(key=lambda run: math.inf if run[sort_key] is None else run[sort_key])
+    # Runs without the loss, and those whose loss is NaN, come last; of equal values, the newest
+    # comes first.
+    runs.sort(key=lambda run: _sort_value(run[sort_key]))
     if not runs and not refusals and not as_json:
         raise UserError(f"{path} contains no runs.")
     for refusal in refusals:
@@ -133,6 +134,10 @@ def _list(path: Path, sort_key: str, as_json: bool) -> None:
         print(json_text(runs, indent=1))
     elif runs:
         _print_table(runs)
+
+
+def _sort_value(value: float | None) -> float:
+    return math.inf if value is None or math.isnan(value) else value
 
 
 def _listed(history: History) -> JsonObject:

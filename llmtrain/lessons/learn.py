@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    if arguments.all and arguments.lesson is not None:
+        raise UserError(f"learn {arguments.lesson} --all: name a lesson, or give --all.")
     if not arguments.all and arguments.lesson is None:
         _list(arguments.json)
         return

@@ -154,9 +154,21 @@ class History(NamedTuple):
             if isinstance(entry.get(key), int | float)
         }
 
+    def last(self, key: str) -> tuple[int, float] | None:
+        """Return the newest step of a metric and its value, or ``None`` if there is none.
+
+        A value that was not finite, which is null in the file, is NaN.
+        """
+        for entry in reversed(self.entries):
+            if key in entry:
+                value = entry[key]
+                return entry["step"], value if isinstance(value, int | float) else math.nan
+        return None
+
     def latest(self, key: str) -> float | None:
-        """Return the newest value of a metric, or ``None`` if there is none."""
-        return next(reversed(self.series(key).values()), None)
+        """Return the newest value of a metric; see :meth:`last`."""
+        last = self.last(key)
+        return None if last is None else last[1]
 
     def training_hours(self) -> list[float | None]:
         """Return the hours of training until each log entry.

@@ -103,6 +103,9 @@ def test_nan_differs_from_a_number_but_not_from_nan(tmp_path: Path) -> None:
     run = history(tmp_path / "a", {1: 2.0, 2: 2.0, 3: 2.0}, starts=[{}])
     with_nan = history(tmp_path / "b", {1: 2.0, 2: None, 3: 2.0}, starts=[{}])
 
+    ends_in_nan = history(tmp_path / "c", {1: 2.0, 2: 2.0, 3: None}, starts=[{}])
+    assert "nan in" in text_of(diff_runs(run, ends_in_nan))
+
     first = diff_runs(run, with_nan).first
 
     assert first is not None
@@ -114,6 +117,9 @@ def test_another_commit_or_changed_files_are_a_difference(tmp_path: Path) -> Non
     clean = history(tmp_path / "a", {1: 2.0}, starts=[{"git_sha": "0" * 40}])
     dirty = history(tmp_path / "b", {1: 2.0}, starts=[{"git_sha": "0" * 40 + "-dirty"}])
 
+    ddp = history(tmp_path / "c", {1: 2.0}, starts=[{"sharded": None}])
+    fsdp2 = history(tmp_path / "d", {1: 2.0}, starts=[{"sharded": "1x2"}])
+    assert metadata_differences(ddp, fsdp2) == [(("layout",), "sharded: None and 1x2")]
     assert metadata_differences(clean, clean) == []
     assert metadata_differences(clean, dirty) == [
         (("code",), "commit: 000000000000... and 000000000000...-dirty")

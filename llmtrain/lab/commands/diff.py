@@ -209,11 +209,9 @@ def diff_runs(run_a: History, run_b: History) -> RunDifference:
 def _final_losses(run_a: History, run_b: History) -> list[FinalLoss]:
     final_losses = []
     for name, key in (("loss", "train/loss"), ("eval loss", "eval/loss")):
-        series_a = run_a.series(key)
-        series_b = run_b.series(key)
-        if series_a and series_b:
-            last_a = list(series_a.items())[-1]
-            last_b = list(series_b.items())[-1]
+        last_a = run_a.last(key)
+        last_b = run_b.last(key)
+        if last_a and last_b:
             final_losses.append(FinalLoss(name, *last_a, *last_b))
     return final_losses
 
@@ -311,7 +309,8 @@ def metadata_differences(run_a: History, run_b: History) -> list[MetadataDiffere
     for key, (group, name) in METADATA.items():
         a = metadata_a.get(key)
         b = metadata_b.get(key)
-        if a is not None and b is not None and a != b:
+        # None is a value, as for a model that is not sharded.
+        if a != b and key in metadata_a and key in metadata_b:
             text = f"{name}: {shorten_hash(a)} and {shorten_hash(b)}"
             different.append(MetadataDifference((group,), text))
     return different

@@ -275,7 +275,7 @@ def test_the_command_prints_the_newest_and_the_best_numbers_as_json(
         "state": "finished",
         "step": 30,
         "tokens": 3000,
-        "loss": 0.4,
+        "loss": None,  # the last one was not finite
         "best_loss": 2.5,
         "best_step": 10,
         "tokens_per_second": 50.0,
