@@ -150,14 +150,18 @@ def test_the_last_output_dir_counts_as_it_does_for_the_recipe(
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
-    [("{folder}", "--xray_steps"), ("{folder} --n_layer 2", "--n_layer is for a recipe")],
+    ("words", "content", "named"),
+    [
+        ("{folder}", '{"a', "--xray_steps"),
+        ("{folder}", '{"buckets": {}, "spans": [1]}', "--xray_steps"),
+        ("{folder} --n_layer 2", '{"a', "--n_layer is for a recipe"),
+    ],
 )
 def test_a_folder_without_a_recording_and_flags_beside_a_folder_are_errors_of_one_line(
-    words: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, content: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "xray").mkdir()
-    (tmp_path / "xray" / "recording.json").write_text('{"a')
+    (tmp_path / "xray" / "recording.json").write_text(content)
 
     status, out, err = run_cli(capsys, "xray", *words.format(folder=tmp_path).split())
 

@@ -122,13 +122,13 @@ class Recording:
         Raises:
             UserError: if there is none that can be read.
         """
-        content = read_object(run / "xray" / "recording.json")
-        if not content:
+        try:
+            return cls.from_json(read_object(run / "xray" / "recording.json"))
+        except (KeyError, TypeError, ValueError, AttributeError):  # absent, or of another version
             raise UserError(
                 f"{run} has no readable recording of steps: start the run with --xray_steps A:B, "
                 "or name a recipe."
-            )
-        return cls.from_json(content)
+            ) from None
 
     @classmethod
     def from_json(cls, content: JsonObject) -> "Recording":
