@@ -182,6 +182,18 @@ def test_a_plan_is_printed_as_tables(text_file: Path, capsys: pytest.CaptureFixt
     assert layouts == 3 * ["DDP", "FSDP2"]
 
 
+def test_hsdp_has_an_efficiency_for_whole_machines_only(
+    text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "--global_batch_size 24 --processes 12 --per_machine 6 --device h100-80gb --link 1Gbit"
+
+    plan = planned(capsys, [GPT, *TINY, "--dataset", str(text_file), *flags.split()])
+
+    efficiencies = {layout["name"]: {*layout["efficiency"]} for layout in plan["layouts"]}
+    assert efficiencies["HSDP 2 x 6"] == {"1"}
+    assert efficiencies["FSDP2"] == efficiencies["DDP"] == {"1", "8", "64", "512", "4096"}
+
+
 def test_a_model_of_transformers_is_planned_from_its_configuration(
     text_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

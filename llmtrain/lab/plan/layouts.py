@@ -35,8 +35,9 @@ class PlannedLayout(NamedTuple):
         step: seconds of a step; ``None`` if the model's FLOPs are unknown.
         tokens_per_second: positions that are computed in a second, on all processes.
         hours: of the full run.
-        efficiency: the share of a step in which a process computes, by number of processes. The
-            time that gloo takes from the processors to send does not count.
+        efficiency: the share of a step in which a process computes, by number of processes, for
+            those that the layout can have. The time that gloo takes from the processors to send
+            does not count.
     """
 
     name: str
@@ -251,6 +252,8 @@ def _efficiency(
     efficiency = {}
     for processes in PROCESS_COUNTS:
         spread = _with_processes(sharding, processes, plan.cluster.per_machine)
+        if spread.replicas * spread.shards != processes:
+            continue  # HSDP has a replica on each machine, and this is no number of whole machines
         step = step_time(
             plan.memory, compute, plan.cluster, spread, rows, accumulation, recomputed_share
         )
