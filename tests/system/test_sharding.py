@@ -161,6 +161,8 @@ def test_every_layout_makes_the_steps_of_one_process(
         differences = f"losses {losses:.1e}, norms {norms:.1e}, weights {weights:.1e}"
         score(f"sharding: {layout}: {name}: {differences}")
         tolerance_factor = 1000 if is_bfloat16 else 1
+        if "8bit" in name:  # the sum of a gradient decides between two neighbouring codes
+            tolerance_factor = 10
         assert losses < 1e-5 * tolerance_factor, name
         assert norms < 1e-4 * tolerance_factor, name
         assert weights < 1e-4 * tolerance_factor, name
