@@ -89,6 +89,9 @@ SMALL_PREFERENCE = {name: SMALL_FINETUNE[name] for name in ("max_steps", "report
 # The commands of README read the built-in data sets, which would take minutes to tokenise in full. Those of other
 # pages read files.
 FEW_DOCUMENTS = {"max_train_samples": "3000", "eval_fraction": "0.002"}
+# Flags in the Python block of README, and those that take their place here.
+STEPS_OF_README = '"--max_steps", "100"'
+SMALL_STEPS_OF_README = '"--max_steps", "4", "--dataset", "small.txt"'
 SMALL_PAIRS = {**SMALL_PREFERENCE, "dataset": "pairs.jsonl"}
 SMALL_PLAN = {name: SMALL[name] for name in ("tokenizer", "dataset")}
 # A part of a command -> its exit status, if that is not 0.
@@ -226,9 +229,7 @@ def programs_and_commands(page: Path, folder: Path) -> list[str]:
     to_run = [command for command in commands_to_run(page) if is_run_here(command)]
     programs = [code for code in blocks(page, "python") if is_run_here(code)]
     for number, code in enumerate(programs):
-        small_code = code.replace(
-            '"--max_steps", "100"', '"--max_steps", "4", "--dataset", "small.txt"'
-        )
+        small_code = code.replace(STEPS_OF_README, SMALL_STEPS_OF_README)
         (folder / f"block{number}.py").write_text(small_code)
         to_run.append(f"python block{number}.py")
     return to_run

@@ -57,15 +57,14 @@ def rename_columns(sources: Sequence[Source], columns: Mapping[str, str]) -> lis
         return [*sources]  # no record needs to be read
 
     names = set(columns.values())
-    with_fields = [
-        source for source in sources if source.first and names & source.first.fields.keys()
-    ]
-    for source in with_fields or sources:
-        if source.first:
+    has_fields = [bool(source.first and names & source.first.fields.keys()) for source in sources]
+    renamed_sources = []
+    for source, has_some in zip(sources, has_fields, strict=True):
+        # If no source has any of the fields, the first record of all says what it has instead.
+        if source.first and (has_some or not any(has_fields)):
             _check_fields(source.first, columns)
-    return [
-        _with_columns(source, columns) if source in with_fields else source for source in sources
-    ]
+        renamed_sources.append(_with_columns(source, columns) if has_some else source)
+    return renamed_sources
 
 
 def _check_fields(record: Record, columns: Mapping[str, str]) -> None:
