@@ -7,6 +7,7 @@ from pathlib import Path
 
 from llmtrain.console import note, printable, say
 from llmtrain.data.tokenized import Tokenized
+from llmtrain.data.tokenizer import is_trained
 from llmtrain.errors import first_line
 from llmtrain.model_folders import is_adapter
 from llmtrain.models.export import folder_config, gives_scores, how_to_load, module_class_of
@@ -112,17 +113,25 @@ def _show(folder: Path, rows: Tokenized, text: str | None) -> None:
         say("generate", f'{_command()} generate {folder} --prompt "Your text"')
     else:
         say("chat", f"{_command()} chat {folder}")
-    say("serve", _servers(model_folder))
+    say("serve", _servers(model_folder, is_trained(rows.metadata.tokenizer)))
 
 
-def _servers(model_folder: Path) -> str:
-    """Return which servers read a language model, in a few words."""
+def _servers(model_folder: Path, has_own_tokenizer: bool) -> str:
+    """Return which servers read a language model, in a few words.
+
+    Args:
+        model_folder: the finished model.
+        has_own_tokenizer: whether the run has trained its tokenizer.
+    """
     if is_adapter(model_folder):
         return f"those that know its base, after {_command()} export {model_folder.parent} --merge"
     config = folder_config(model_folder)
     # The head of vLLM's LFM2 is always tied to the embeddings.
     is_untied_lfm2 = config["model_type"] == "lfm2" and not config.get("tie_word_embeddings")
     servers = "SGLang" if is_untied_lfm2 else f"vLLM or SGLang, if it knows {config['model_type']}"
+    # llama.cpp knows tokenizers by the hash of what they make of a text.
+    if has_own_tokenizer:
+        return servers
     return f"{servers}; llama.cpp or Ollama, if the tokenizer is a published one"
 
 
