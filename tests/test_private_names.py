@@ -81,9 +81,6 @@ NAMES = [
     "transformers.PreTrainedModel._no_split_modules",
     # Compiles a chat template with all functions that templates use.
     "transformers.utils.chat_template_utils._compile_jinja_template",
-    # Messages reach a template as transformers converts them.
-    "transformers.utils.chat_template_utils._plain_template_data",
-    "transformers.utils.chat_template_utils._alias_reasoning_fields",
     # The grouped product has no shape inference for float32, which plans need.
     "transformers.integrations.moe._can_use_grouped_mm",
     # A data set in memory is recognised when a run resumes.

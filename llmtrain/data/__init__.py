@@ -6,9 +6,8 @@ A record passes these modules, in this order:
    its place for error messages. ``columns`` renames their fields.
 2. ``formats``, ``messages``: a record becomes a conversation, or a prompt with answers.
 3. ``records``, ``splits``: it is training or eval data, by a hash.
-4. ``turns``, ``render``: it becomes token sequences with loss masks, with the chat template
-   (``jinja_template``) and the tokenizer (``text_encoder``). Without a template,
-   ``prompt_completion`` does that.
+4. ``chat_template``, ``turns``: it becomes text, in which each turn has a prompt.
+   ``text_encoder``, ``render``: the text becomes token sequences with loss masks.
 5. ``encoded``, ``conversations``, ``pairs``: the sequences wait in a temporary file (``store``)
    until the length of the rows is known. Then the examples that fit are chosen.
 6. ``packing``: examples become rows.

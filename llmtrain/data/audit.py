@@ -5,14 +5,14 @@ That includes how many examples are overlong, and which ``--max_length`` holds m
 
 import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from llmtrain.console import is_or_are, pluralize
-from llmtrain.data.rendered import THINKING_COUNTS
-from llmtrain.data.template_properties import REASONING_OPTION
+from llmtrain.data.chat_template import REASONING_OPTION
+from llmtrain.data.turns import THINKING_COUNTS
 from llmtrain.errors import UserError
 
 # --max_length auto holds this share of the examples. A larger --max_length is suggested if the
@@ -21,7 +21,11 @@ COVERED_SHARE = 0.995
 _MULTIPLE = 64  # that --max_length auto is rounded up to
 
 # The fields of an audit that are no counts.
-_NO_COUNTS = ("unit", "truncates", "unread_fields")
+_NO_COUNTS = ("unit", "truncates")
+_WHY_UNTRAINED = (
+    "not trained: the weight is 0, or the chat template shows the turn differently from the way it "
+    "prompts for it"
+)
 Unit: TypeAlias = Literal["conversation", "pair", "answer"]
 
 
@@ -51,20 +55,15 @@ class Audit:
         positions: positions of these rows, with padding.
         turns: assistant turns that are trained.
         ended_turns: the turns among these whose end-of-turn token is a target.
-        mismatched_answers: assistant answers that are not trained, because the chat template shows
-            them differently from the way it prompts for them.
-        mismatched_calls: the same for turns that call a tool.
+        untrained_turns: turns that are not trained, because their weight is 0 or the chat template
+            shows them differently from the way it prompts for them.
         hidden_turns: turns whose reasoning, or whose text next to a tool call, the chat template
             does not show.
-        unmarked_turns: turns that are trained in full, because ``{% generation %}`` marks text that
-            no prompt leads to.
-        unweighted_turns: turns that are not trained, because their weight is 0.
         special_as_text: special tokens in messages that are encoded as text.
         thinking_turns: turns whose prompt asks for reasoning, if the template can be asked. This
             and the next two counts include turns of examples that are left out.
         no_thinking_turns: turns whose prompt asks for an answer without reasoning.
         unset_thinking_turns: turns whose prompt leaves that to the template.
-        unread_fields: the number of messages that have each field that llmtrain does not read.
     """
 
     unit: Unit
@@ -84,16 +83,12 @@ class Audit:
     positions: int = 0
     turns: int = 0
     ended_turns: int = 0
-    mismatched_answers: int = 0
-    mismatched_calls: int = 0
+    untrained_turns: int = 0
     hidden_turns: int = 0
-    unmarked_turns: int = 0
-    unweighted_turns: int = 0
     special_as_text: int = 0
     thinking_turns: int = 0
     no_thinking_turns: int = 0
     unset_thinking_turns: int = 0
-    unread_fields: dict[str, int] = field(default_factory=dict)
 
     def add(self, counts: Mapping[str, int]) -> None:
         """Add counts, by the names of the fields."""
@@ -142,13 +137,6 @@ class Audit:
             tokens = pluralize(self.special_as_text, "special token")
             verb = is_or_are(self.special_as_text)
             lines.append(f"{tokens} in messages {verb} encoded as text")
-        if self.unread_fields:
-            counts = sorted(self.unread_fields.items())
-            names = ", ".join(f"{name} ({count:,})" for name, count in counts)
-            lines.append(
-                f"some messages have fields that are not read here: {names}; the chat template "
-                "gets them"
-            )
         return lines
 
     def check(self, name: str, overlong: str, first_fault: str) -> None:
@@ -203,16 +191,8 @@ class Audit:
         reasons = f"{self.bad:,} bad"
         if self.bad:
             reasons += f", the first one {first_fault}"
-        mismatched = self.mismatched_answers + self.mismatched_calls
-        if mismatched:
-            pronoun = "it is" if mismatched == 1 else "they are"
-            reasons += (
-                f"; {pluralize(mismatched, 'turn')} {is_or_are(mismatched)} shown differently from "
-                f"the way {pronoun} prompted for"
-            )
-        if self.unweighted_turns:
-            verb = "has" if self.unweighted_turns == 1 else "have"
-            reasons += f"; {pluralize(self.unweighted_turns, 'turn')} {verb} weight 0"
+        if self.untrained_turns:
+            reasons += f"; {pluralize(self.untrained_turns, 'turn')} {_WHY_UNTRAINED}"
         return reasons
 
     def _line_about_pairs(self) -> str:
@@ -243,28 +223,13 @@ class Audit:
                 f"{self.examples:,} examples, which repeat {self.repeated_tokens:,} tokens "
                 f"(x {factor:.2f}), because the template changes earlier turns{advice}"
             )
-        if self.mismatched_answers or self.mismatched_calls:
-            lines.append(
-                f"{pluralize(self.mismatched_answers, 'answer')} and "
-                f"{pluralize(self.mismatched_calls, 'call')} are not trained: the chat template "
-                "shows them differently from the way it prompts for them"
-            )
+        if self.untrained_turns:
+            lines.append(f"{pluralize(self.untrained_turns, 'turn')} {_WHY_UNTRAINED}")
         if self.hidden_turns:
             lines.append(
                 f"{pluralize(self.hidden_turns, 'turn')} "
                 f"{'loses its' if self.hidden_turns == 1 else 'lose their'} reasoning, or the text "
                 "next to a tool call: the chat template does not show it"
-            )
-        if self.unmarked_turns:
-            lines.append(
-                f"{pluralize(self.unmarked_turns, 'turn')} {is_or_are(self.unmarked_turns)} "
-                "trained in full: {% generation %} marks text that no prompt leads to"
-            )
-        if self.unweighted_turns:
-            lines.append(
-                f"{pluralize(self.unweighted_turns, 'turn')} {is_or_are(self.unweighted_turns)} "
-                f"not trained, because {'its' if self.unweighted_turns == 1 else 'their'} weight "
-                "is 0"
             )
         return lines
 
@@ -318,7 +283,6 @@ def total_audit(audits: Sequence[Audit]) -> Audit:
     total = Audit(unit=audits[0].unit, truncates=audits[0].truncates)
     for audit in audits:
         total.add({name: getattr(audit, name) for name in _COUNT_FIELDS})
-        add_counts(total.unread_fields, audit.unread_fields)
     return total
 
 

@@ -1,16 +1,71 @@
-"""The chat template of a tokenizer: read it, set it, and check that it shows conversations."""
+"""The chat template of a tokenizer: set it, render messages with it, and find out what it shows.
 
+Templates differ in ways that they do not declare: whether the arguments of a call are an object or
+JSON text, which field holds reasoning, whether reasoning is shown at all, how a prompt asks for an
+answer without reasoning, and which token ends a turn. Short conversations show that.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from llmtrain.data.jinja_template import JinjaTemplate, trial
-from llmtrain.data.messages import BadRecord
-from llmtrain.data.template_properties import EXAMPLE
-from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
+from llmtrain.data.messages import REASONING, BadRecord, Message
+from llmtrain.data.sources import Fields
+from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos, control_tokens_of
 from llmtrain.errors import UserError, first_line
+from llmtrain.files import json_text
+
+if TYPE_CHECKING:
+    import jinja2
+
+Span: TypeAlias = tuple[int, int]  # of characters
+# Variables of a template beside the messages and the tools, such as {"enable_thinking": False}.
+TemplateOptions: TypeAlias = dict[str, bool]
+# How a template takes the arguments of a call: as an object, or as a string of JSON.
+ArgumentsType: TypeAlias = Literal["object", "string"]
 
 DEFAULT_TEMPLATE = "chatml"  # of conversations, if the tokenizer has no template
 NO_TEMPLATE = "none"  # the value of --chat_template that trains plain text without a template
+# The variable of templates that asks for a prompt with or without reasoning.
+REASONING_OPTION = "enable_thinking"
+OPEN_THINK_TAG = re.compile(r"<think>\s*$")
+
 _CHATML = Path(__file__).with_name("chatml.jinja")
+_GENERATION_TAG = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
+_REASONING_IN_CONTENT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+# If the prompt has already begun the reasoning, an answer may leave out the first tag.
+_REST_OF_REASONING = re.compile(r"(?:\s*<think>)?(.*?)</think>\s*", re.DOTALL)
+
+# Two turns, because many templates render the last turn differently.
+_EXAMPLE: list[Message] = [
+    {"role": "user", "content": "One question."},
+    {"role": "assistant", "content": "One answer."},
+    {"role": "user", "content": "The other question."},
+    {"role": "assistant", "content": "The other answer."},
+]
+_FUNCTION_FIELDS = ("function", "name", "arguments")
+
+_QUESTION, _ANSWER, _NEXT_QUESTION, _ = _EXAMPLE
+# What is added to the example. These texts occur in no template.
+_THOUGHT = "One thought."
+_TOWNS = ("Timbuktu", "Samarkand")
+_TOOL = {
+    "name": "forecast",
+    "description": "Tell the weather.",
+    "parameters": {
+        "type": "object",
+        "properties": {"town": {"type": "string", "description": "where"}},
+        "required": ["town"],
+    },
+}
+_TOOLS: list[Fields] = [{"type": "function", "function": _TOOL}]
+_TOOL_RESULT: Message = {
+    "role": "tool",
+    "name": "forecast",
+    "tool_call_id": "call00001",
+    "content": "Rain.",
+}
 
 
 def template_text(name: str) -> str:
@@ -69,14 +124,348 @@ def set_template(
             tokenizer.chat_template = "{{- bos_token -}}" + template_text(chat_template)
         tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
 
-    template = JinjaTemplate(tokenizer)
     try:
-        with trial(name):
-            text = template.render(template.plain_data(EXAMPLE, tools=None)).text
-    except BadRecord as error:
-        raise UserError(f"{name} cannot show two questions and two answers: {error}.") from None
-    if any(message["content"] not in text for message in EXAMPLE):
+        text = tokenizer.apply_chat_template(_EXAMPLE, tokenize=False)
+    except Exception as error:  # a template can raise any error
+        raise UserError(
+            f"{name} cannot show two questions and two answers: {first_line(error)}."
+        ) from None
+    if any(message["content"] not in text for message in _EXAMPLE):
         raise UserError(f"{name} does not show the content of messages; use another one.")
 
     vocabulary = tokenizer.get_vocab()
     return sorted(id for token, id in vocabulary.items() if token not in vocabulary_before)
+
+
+class _Compiled(NamedTuple):
+    """A compiled template, and the variables that it always has."""
+
+    template: "jinja2.Template"
+    globals: dict[str, Any]
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, with the properties that rendered examples show.
+
+    Args:
+        tokenizer: the tokenizer.
+        stop_token_ids: the stop tokens in the model's ``generation_config.json``.
+
+    Attributes:
+        stop_token_ids: the tokens at which an answer ends: EOS, those in
+            ``generation_config.json``, and the token that the template puts after an answer or a
+            call.
+        control_tokens: the id and the text of each special token, of the stop tokens and of EOS.
+            Only the template may write them: in a message they are text.
+        stop_tokens: matches a stop token with the stop tokens that follow it.
+        has_marks: whether ``{% generation %}`` blocks mark the text that is trained.
+        opens_reasoning: whether a prompt already begins the reasoning.
+        has_reasoning_option: whether a prompt can ask for an answer with or without reasoning.
+    """
+
+    def __init__(self, tokenizer: FastTokenizer, stop_token_ids: Collection[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        self._compiled: dict[tuple[bool, bool], _Compiled] = {}
+        self.has_marks = _GENERATION_TAG.search(str(tokenizer.chat_template)) is not None
+
+        # The order counts: each step may use what the steps before it have found.
+        self._arguments_type = self._find_arguments_type()
+        self._shows_several_calls = self._can_show_several_calls()
+        self._shows_reasoning = self._can_show_reasoning()
+        prompt = self._attempt([_QUESTION], add_generation_prompt=True)
+        self.opens_reasoning = OPEN_THINK_TAG.search(prompt) is not None
+        self.has_reasoning_option = self._has_two_prompts()
+
+        self.stop_token_ids = self._find_stop_token_ids(stop_token_ids)
+        self.control_tokens = control_tokens_of(tokenizer, self.stop_token_ids)
+        stop_token = any_of(self.control_tokens[id] for id in self.stop_token_ids)
+        self.stop_tokens = re.compile(f"(?:{stop_token.pattern})+")
+
+    # --- from messages to text
+
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[Fields] | None,
+        options: TemplateOptions | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Render messages.
+
+        ``tokenizer.apply_chat_template`` does the same, but converts all messages each time.
+
+        Args:
+            messages: the messages, which hold JSON values only.
+            tools: the tools, likewise.
+            options: further variables of the template.
+            add_generation_prompt: end the text with the words that ask for an answer.
+
+        Raises:
+            BadRecord: if the template raises an error.
+        """
+        pieces = self._generate(
+            self._compiled_for(tools, finds_marks=False),
+            messages,
+            tools,
+            options=options,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return "".join(pieces)
+
+    def render_with_marks(
+        self, messages: list[Message], tools: list[Fields] | None
+    ) -> tuple[str, list[Span]]:
+        """Render messages, and return the spans of ``{% generation %}`` blocks, too."""
+        compiled = self._compiled_for(tools, finds_marks=True)
+        environment: Any = compiled.template.environment  # transformers adds a method to it
+        pieces: list[str] = []
+        spans: list[Span] = []
+        with environment.activate_tracker(pieces, spans):
+            # One by one: at each block, the tracker reads what has been written so far.
+            for piece in self._generate(compiled, messages, tools):
+                pieces.append(piece)
+        return "".join(pieces), spans
+
+    def _generate(
+        self,
+        compiled: "_Compiled",
+        messages: list[Message],
+        tools: list[Fields] | None,
+        options: TemplateOptions | None = None,
+        add_generation_prompt: bool = False,
+    ) -> Iterator[str]:
+        variables: Fields = {
+            **compiled.globals,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **(options or {}),
+        }
+        try:
+            # Jinja's own methods make such a dictionary from a chain of mappings, which takes half
+            # as long as to render a short conversation.
+            context = compiled.template.new_context(variables, shared=True)
+            yield from compiled.template.root_render_func(context)
+        except Exception as error:  # a template can raise any error
+            raise BadRecord(f"the chat template refuses it: {first_line(error)}") from None
+
+    def _compiled_for(self, tools: list[Fields] | None, finds_marks: bool) -> "_Compiled":
+        """Return the template for conversations with or without tools.
+
+        If no marks are to be found, generation blocks become blocks that do nothing: each of them
+        is a call of a macro, which takes as long as all else that is rendered of a message.
+        """
+        key = (tools is not None, finds_marks)
+        if key not in self._compiled:
+            from transformers.utils import chat_template_utils
+
+            source = self.tokenizer.get_chat_template(tools=tools)
+            if not finds_marks:
+                source = _GENERATION_TAG.sub(r"\1\2with\3", source)
+            # There is no public function that compiles a template with all that templates use.
+            compiled: Any = chat_template_utils._compile_jinja_template(source)
+            names = {**compiled.globals, **self.tokenizer.special_tokens_map}
+            self._compiled[key] = _Compiled(compiled, names)
+        return self._compiled[key]
+
+    def prompt_options(self, with_reasoning: bool) -> list[TemplateOptions]:
+        """Return the options with which to prompt for a turn, in the order in which to try them."""
+        if self.has_reasoning_option:
+            return [{REASONING_OPTION: with_reasoning}, {}]
+        return [{}]
+
+    # --- messages in the form that the template takes
+
+    def adapt(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
+        """Bring the calls and the reasoning of messages into the form that the template takes.
+
+        Returns:
+            The messages, and the reasoning of each; an empty text if it has none.
+
+        Raises:
+            BadRecord: if the template cannot show the calls of a message.
+        """
+        adapted_messages = []
+        all_reasoning = []
+        for number, message in enumerate(messages, start=1):
+            adapted = dict(message)
+            reasoning = ""
+            if message["role"] == "assistant":
+                reasoning = self._separate_reasoning(adapted)
+            if "tool_calls" in message:
+                place = f"message {number} ({message['role']})"
+                adapted["tool_calls"] = self._adapt_calls(message["tool_calls"], place)
+            adapted_messages.append(adapted)
+            all_reasoning.append(reasoning)
+        return adapted_messages, all_reasoning
+
+    def _separate_reasoning(self, message: Message) -> str:
+        """Move the reasoning of a message to the field ``reasoning_content``, and return it.
+
+        If the template shows no such field, reasoning at the beginning of the content stays there,
+        unless prompts begin the reasoning.
+        """
+        reasoning = ""
+        for field in REASONING:
+            reasoning = reasoning or message.pop(field, "").strip()
+
+        pattern = _REST_OF_REASONING if self.opens_reasoning else _REASONING_IN_CONTENT
+        in_content = pattern.match(message["content"])
+        if in_content:
+            reasoning = reasoning or in_content[1].strip()
+            if self._shows_reasoning or self.opens_reasoning:
+                message["content"] = message["content"][in_content.end() :]
+        if self._shows_reasoning and reasoning:
+            message["reasoning_content"] = reasoning
+        return reasoning
+
+    def _adapt_calls(self, calls: list[Fields], place: str) -> list[Fields]:
+        """Return calls in the format of OpenAI, with the type of arguments that is shown."""
+        if self._arguments_type is None:
+            raise BadRecord(f"{place} calls a tool, and the chat template shows no calls")
+        if len(calls) > 1 and not self._shows_several_calls:
+            raise BadRecord(f"{place} makes several calls; the chat template shows one")
+
+        adapted = []
+        for call in calls:
+            outer = {key: value for key, value in call.items() if key not in _FUNCTION_FIELDS}
+            function = call.get("function")
+            if not isinstance(function, dict):
+                # Name and arguments are fields of the call itself.
+                function = {key: value for key, value in call.items() if key in _FUNCTION_FIELDS}
+            function = {key: value for key, value in function.items() if key not in outer}
+
+            arguments = function.get("arguments", {})
+            if self._arguments_type == "string" and isinstance(arguments, dict):
+                # Parquet has dates, which json cannot write.
+                arguments = json_text(arguments, ensure_ascii=False, default=str)
+            function["arguments"] = arguments
+            adapted.append({**outer, "type": "function", "function": function})
+        return adapted
+
+    # --- properties that are found by rendering
+
+    def _attempt(
+        self,
+        messages: list[Message],
+        options: TemplateOptions | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Render messages, with a tool if one is called; return an empty text if that fails."""
+        tools = _TOOLS if any("tool_calls" in message for message in messages) else None
+        try:
+            return self.render(messages, tools, options, add_generation_prompt)
+        except BadRecord:
+            return ""
+
+    def _find_arguments_type(self) -> ArgumentsType | None:
+        """Return the arguments that the template can show; ``None`` if it shows no calls."""
+        types: tuple[ArgumentsType, ...] = ("object", "string")
+        for arguments_type in types:
+            text = self._attempt([_QUESTION, _message_with_calls(arguments_type, _TOWNS[:1])])
+            # Exactly once, neither escaped nor as a Python dict.
+            if text.count(_TOWNS[0]) == 1 and not re.search(r"""'town': |\\"town""", text):
+                return arguments_type
+        return None
+
+    def _can_show_several_calls(self) -> bool:
+        if self._arguments_type is None:
+            return False
+        calls = _message_with_calls(self._arguments_type, _TOWNS)
+        return _TOWNS[1] in self._attempt([_QUESTION, calls])
+
+    def _can_show_reasoning(self) -> bool:
+        """Return whether the template shows reasoning in a field, with an answer or a call."""
+        turns = [_ANSWER]
+        if self._arguments_type is not None:
+            turns.append(_message_with_calls(self._arguments_type, _TOWNS[:1]))
+        with_reasoning = [{**turn, **dict.fromkeys(REASONING, _THOUGHT)} for turn in turns]
+        return any(_THOUGHT in self._attempt([_QUESTION, turn]) for turn in with_reasoning)
+
+    def _has_two_prompts(self) -> bool:
+        """Return whether the option leads to two different prompts, with and without reasoning."""
+        prompts = {
+            self._attempt([_QUESTION], {REASONING_OPTION: value}, add_generation_prompt=True)
+            for value in (True, False)
+        }
+        return len(prompts) == 2 and "" not in prompts
+
+    def _find_stop_token_ids(self, stop_token_ids: Collection[int]) -> set[int]:
+        """Return all tokens at which an answer ends.
+
+        A template may end the last turn of a conversation with other tokens than the turns before
+        it, so the end of a first turn and that of the last of two answers are looked at.
+
+        Args:
+            stop_token_ids: the stop tokens in the model's ``generation_config.json``.
+        """
+        # An id that is no added token is left out. Either it is an ordinary token, which messages
+        # may hold, or the tokenizer does not have it.
+        added_tokens = self.tokenizer.added_tokens_decoder
+        ids = {id for id in stop_token_ids if id in added_tokens}
+        if self.tokenizer.eos_token_id is not None:
+            ids.add(int(self.tokenizer.eos_token_id))
+
+        # Templates put white space around messages, where it does not mean that a turn ends.
+        special_ids = {
+            token.content: id
+            for id, token in added_tokens.items()
+            if token.special and token.content.strip()
+        }
+        special = any_of(special_ids)
+        self._end_of_answer = self._find_end_token(special, _ANSWER, following=_NEXT_QUESTION)
+        self._end_of_call = self._end_of_answer
+        if self._arguments_type is not None:
+            call = _message_with_calls(self._arguments_type, _TOWNS[:1])
+            self._end_of_call = self._find_end_token(special, call, following=_TOOL_RESULT)
+
+        after_answer = self.render(_EXAMPLE, tools=None).rpartition(_EXAMPLE[-1]["content"])[2]
+        last_run = re.search(f"(?:{special.pattern})+", after_answer)
+        ends = special.findall(last_run[0])[-1:] if last_run else []
+        for end in [*ends, self._end_of_answer, self._end_of_call]:
+            if end in special_ids:
+                ids.add(special_ids[end])
+        return ids
+
+    def _find_end_token(self, special: re.Pattern[str], turn: Message, following: Message) -> str:
+        """Return the token that ends a turn.
+
+        That is the last special token of its own text; or else the first one of the text of the
+        next message; or else EOS.
+        """
+        text = self._attempt([_QUESTION, turn]).rstrip()
+        own = re.search(f"({special.pattern})$", text)
+        if own:
+            return own[0]
+
+        eos = str(self.tokenizer.eos_token)
+        longer_text = self._attempt([_QUESTION, turn, following])
+        if not text or not longer_text.startswith(text):
+            return eos
+        after_turn = special.match(longer_text[len(text) :].lstrip())
+        return after_turn[0] if after_turn else eos
+
+    def end_token_of(self, message: Message) -> str:
+        """Return the token that ends a turn with this message, if the template shows none."""
+        return self._end_of_call if "tool_calls" in message else self._end_of_answer
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that matches any of several texts, the longest first."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    alternatives = "|".join(map(re.escape, longest_first))
+    return re.compile(alternatives or r"(?!)")  # without texts, a pattern that matches nothing
+
+
+def _message_with_calls(arguments_type: ArgumentsType, towns: Sequence[str]) -> Message:
+    """Return a message that asks a tool for the weather in some towns."""
+    calls = []
+    for number, town in enumerate(towns, start=1):
+        arguments: Fields = {"town": town}
+        function = {
+            "name": "forecast",
+            "arguments": json_text(arguments) if arguments_type == "string" else arguments,
+        }
+        calls.append({"id": f"call0000{number}", "type": "function", "function": function})
+    return {"role": "assistant", "content": "", "tool_calls": calls}

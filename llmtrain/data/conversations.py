@@ -11,8 +11,7 @@ from llmtrain.data.encoded import EncodedExamples, Fitted
 from llmtrain.data.formats import Conversation
 from llmtrain.data.packing import Examples
 from llmtrain.data.records import ReadRecord, Records
-from llmtrain.data.render import AnyRenderer
-from llmtrain.data.rendered import Rendered, TurnEnd
+from llmtrain.data.render import AnyRenderer, Rendered, TurnEnd
 from llmtrain.data.splits import Split
 from llmtrain.errors import UserError
 

@@ -20,10 +20,9 @@ from llmtrain.data.config import RowConfig
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Examples, write_rows
-from llmtrain.data.parallel_rendering import render_all
 from llmtrain.data.records import ReadRecord, Records
-from llmtrain.data.render import AnyRenderer
-from llmtrain.data.rendered import Rendered
+from llmtrain.data.render import AnyRenderer, Rendered
+from llmtrain.data.rendering_pool import render_all
 from llmtrain.data.splits import Split
 from llmtrain.data.store import TokenStore
 
@@ -132,7 +131,6 @@ class EncodedExamples(EncodedSource, Generic[R]):
         self.unit = unit
         self.digest_note = digest_note
         self._counts = RecordCounts()
-        self._unread_fields = RecordCounts()
 
     def encode(self) -> None:
         """Read and render all records; see :class:`EncodedSource`."""
@@ -146,7 +144,6 @@ class EncodedExamples(EncodedSource, Generic[R]):
             if isinstance(rendered, BadRecord):
                 self.refuse(read, rendered)
                 continue
-            self._unread_fields.add(read.number, rendered.unread_fields)
             self._counts.add(read.number, {**rendered.counts, **self.add(read, rendered)})
 
     def refuse(self, read: ReadRecord[R], error: BadRecord) -> None:
@@ -181,7 +178,6 @@ class EncodedExamples(EncodedSource, Generic[R]):
         )
         audit.bad = audit.records - readable
         audit.add(self._counts.total(is_selected))
-        audit.unread_fields = self._unread_fields.total(is_selected)
 
         fitted = self.fit(split, max_length)
         width = self.row_width(max_length)

@@ -20,8 +20,7 @@ from llmtrain.data.formats import PreferenceRecord
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Examples
 from llmtrain.data.records import ReadRecord, Records
-from llmtrain.data.render import AnyRenderer
-from llmtrain.data.rendered import Rendered, TokenSequence, cut
+from llmtrain.data.render import AnyRenderer, Rendered, TokenSequence, cut
 from llmtrain.data.splits import Split
 from llmtrain.errors import UserError
 

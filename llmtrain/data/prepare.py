@@ -17,7 +17,7 @@ import numpy as np
 from llmtrain.console import note
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.audit import covering_length, describe_overlong, total_audit
-from llmtrain.data.chat_template import set_template
+from llmtrain.data.chat_template import REASONING_OPTION, set_template
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.conversations import EncodedConversations
 from llmtrain.data.corpus import Corpus, EncodedCorpus
@@ -34,7 +34,6 @@ from llmtrain.data.requested_sources import RequestedSource
 from llmtrain.data.shuffle import Mixture
 from llmtrain.data.sources import Source
 from llmtrain.data.store import TokenRows
-from llmtrain.data.template_properties import REASONING_OPTION
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import (

@@ -6,11 +6,10 @@ Training and use share the functions that make prompts: :meth:`Renderer.prompt` 
 
 from collections.abc import Collection
 
+from llmtrain.data.chat_template import REASONING_OPTION
 from llmtrain.data.messages import Message
-from llmtrain.data.prompt_completion import PromptCompletionRenderer
-from llmtrain.data.render import Renderer
+from llmtrain.data.render import PromptCompletionRenderer, Renderer
 from llmtrain.data.sources import Fields
-from llmtrain.data.template_properties import REASONING_OPTION
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError, as_user_error, first_line
 

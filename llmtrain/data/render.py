@@ -1,73 +1,89 @@
 """Render conversations and preference records as tokens with a loss mask.
 
-The assistant's turns are the targets, exactly as the model would have to generate them.
+The assistant's turns are the targets, exactly as the model would have to generate them. Without a
+chat template, a prompt and its completions are plain text.
 """
 
-import re
 from collections import Counter
-from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Collection
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from llmtrain.data.escaping import texts_of
+from llmtrain.data.chat_template import ChatTemplate
 from llmtrain.data.formats import Conversation, PreferenceRecord
-from llmtrain.data.messages import (
-    BadRecord,
-    Message,
-    other_fields_of,
-    trained_messages,
-    without_weights,
-)
-from llmtrain.data.prompt_completion import PromptCompletionRenderer
-from llmtrain.data.rendered import Rendered, TokenSequence, TurnEnd
+from llmtrain.data.messages import REASONING, BadRecord, Message
 from llmtrain.data.sources import Fields
-from llmtrain.data.template_messages import AdaptedMessages, adapt_messages
-from llmtrain.data.template_properties import TemplateProperties
-from llmtrain.data.text_encoder import TextEncoder, Tokens
-from llmtrain.data.tokenizer import FastTokenizer
-from llmtrain.data.turns import ConversationTexts, Turn, TurnFinder
-
-_HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
+from llmtrain.data.text_encoder import Continuation, TextEncoder
+from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos, control_tokens_of
+from llmtrain.data.turns import Turn, TurnFinder
 
 
-class _EncodedTurn(NamedTuple):
-    """An assistant turn as tokens.
+class TurnEnd(NamedTuple):
+    """The part of a token sequence up to the end of one of its assistant turns.
 
     Attributes:
-        turn: the turn. No special tokens in its target are escaped.
-        ids: int32 [n], the tokens of the prompt and of the target.
-        prompt_length: the number of tokens of the prompt.
-        tokens: the tokens of a text that holds the target.
-        tokens_before: the number of these tokens before the target.
-        characters_before: the number of characters before the target.
+        length: the number of tokens.
+        targets: the number of targets.
+        target_bytes: UTF-8 bytes of the targets' text, without control tokens.
+        ended: the number of turns whose last target token ends a turn.
     """
 
-    turn: Turn
+    length: int
+    targets: int
+    target_bytes: int
+    ended: int
+
+
+class TokenSequence(NamedTuple):
+    """Tokens that are trained on together.
+
+    Attributes:
+        ids: int32 [n].
+        loss_mask: bool [n], whether a token is a target.
+        target_bytes: UTF-8 bytes of the targets' text, without control tokens.
+        turn_ends: the end of each assistant turn that is a target. The last one is the end of the
+            sequence.
+    """
+
     ids: np.ndarray
-    prompt_length: int
-    tokens: Tokens
-    tokens_before: int
-    characters_before: int
+    loss_mask: np.ndarray
+    target_bytes: int
+    turn_ends: tuple[TurnEnd, ...] = ()
 
     @property
-    def target_ids(self) -> np.ndarray:
-        """The tokens of the target, int32 [n]."""
-        return self.ids[self.prompt_length :]
+    def turns(self) -> int:
+        """The number of assistant turns that are targets."""
+        return len(self.turn_ends)
+
+    @property
+    def ended(self) -> int:
+        """The number of these whose last target token ends a turn."""
+        return self.turn_ends[-1].ended if self.turn_ends else 0
 
 
-class _TargetMask(NamedTuple):
-    """The tokens of a target that are trained.
+_EMPTY = TokenSequence(ids=np.zeros(0, np.int32), loss_mask=np.zeros(0, bool), target_bytes=0)
+
+
+class Rendered(NamedTuple):
+    """A conversation or a preference record as token sequences.
 
     Attributes:
-        is_trained: bool [n].
-        target_bytes: UTF-8 bytes of their text, without control tokens.
-        has_end: whether the last one ends a turn.
+        sequences: the token sequences. Each assistant turn of a conversation is a target in one of
+            them; each answer of a preference record has its own.
+        counts: what happened to its turns and messages:
+
+            - ``untrained_turns``: turns that are in no sequence, because their weight is 0 or the
+              template shows them differently from the way it prompts for them.
+            - ``hidden_turns``: turns whose reasoning, or whose text next to a call, the template
+              does not show.
+            - ``special_as_text``: special tokens in messages that are encoded as text.
+            - :data:`llmtrain.data.turns.THINKING_COUNTS`: turns by the setting with which they are
+              prompted for.
     """
 
-    is_trained: np.ndarray
-    target_bytes: int
-    has_end: bool
+    sequences: list[TokenSequence]
+    counts: Counter[str]
 
 
 class Renderer:
@@ -95,15 +111,9 @@ class Renderer:
         only_last_turns: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
-        self.template = TemplateProperties(tokenizer, stop_token_ids)
+        self.template = ChatTemplate(tokenizer, stop_token_ids)
         self.only_last_turns = only_last_turns
         self.encoder = TextEncoder(tokenizer, self.template.control_tokens)
-        self._turn_finder = TurnFinder(self.template)
-        self._arguments = (tokenizer, tuple(stop_token_ids), only_last_turns)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A compiled template cannot be pickled, so another process makes it again.
-        return type(self), self._arguments
 
     @property
     def stop_token_ids(self) -> set[int]:
@@ -127,41 +137,35 @@ class Renderer:
 
     def _render_answers(self, record: PreferenceRecord) -> Rendered:
         sequences = []
+        special_as_text = []
         for answer in record.answers:
             conversation = Conversation(
                 record.prompt + answer, record.tools, untrained=len(record.prompt)
             )
             rendered = self._render_conversation(conversation)
-            counts = rendered.counts
-            mismatched = counts["mismatched_answers"] + counts["mismatched_calls"]
-            if mismatched or len(rendered.sequences) != 1:
+            if rendered.counts["untrained_turns"] or len(rendered.sequences) != 1:
                 raise BadRecord(
                     "the chat template shows the answer differently from the way it prompts for it"
                 )
             sequences += rendered.sequences
-
-        # The prompt, which is in all sequences, is counted once.
-        _, special_as_text = self.encoder.escaping.escape([record.messages, record.tools])
-        return Rendered(
-            sequences,
-            counts=Counter(special_as_text=special_as_text),
-            unread_fields=other_fields_of(record.messages),
-        )
+            special_as_text.append(rendered.counts["special_as_text"])
+        return Rendered(sequences, counts=Counter(special_as_text=max(special_as_text)))
 
     def _render_conversation(self, conversation: Conversation) -> Rendered:
-        texts, special_as_text = self._texts_of(conversation.messages, conversation.tools)
-        counts = Counter(special_as_text=special_as_text)
-        turns = self._turn_finder.find(
-            texts,
-            is_trained=trained_messages(conversation.messages),
-            after=conversation.untrained,
-            counts=counts,
+        messages, reasoning, tools, counts = self._escaped(
+            conversation.messages, conversation.tools
         )
+        finder = TurnFinder(self.template, messages, reasoning, tools)
+        self.encoder.check_escapes(counts, finder.complete)
+        has_escapes = counts["special_as_text"] > 0
+        is_trained = [message.get("weight") != 0 for message in conversation.messages]
+        turns = finder.turns(is_trained, after=conversation.untrained, counts=counts)
 
         sequences: list[TokenSequence] = []
-        for encoded in self._encode(turns, has_escapes=special_as_text > 0):
-            self._add(sequences, encoded)
-        return Rendered(sequences, counts=counts, unread_fields=other_fields_of(texts.messages))
+        beginning = ""
+        for turn in turns:
+            beginning = self._add(sequences, turn, beginning, has_escapes)
+        return Rendered(sequences, counts)
 
     def prompt(
         self, messages: list[Message], tools: list[Fields] | None, thinking: bool | None
@@ -179,190 +183,213 @@ class Renderer:
         Raises:
             BadRecord: if the chat template refuses the conversation, or its text cannot be used.
         """
-        texts, special_as_text = self._texts_of(messages, tools)
+        messages, _, tools, counts = self._escaped(messages, tools)
         options = {} if thinking is None else self.template.prompt_options(thinking)[0]
-        text = texts.prompt(len(messages), options)
-        return self.encoder.encode(text, has_escapes=special_as_text > 0).ids
+        text = self.template.render(messages, tools, options, add_generation_prompt=True)
+        self.encoder.check_escapes(counts, text)
+        return self.encoder.encode(text, has_escapes=counts["special_as_text"] > 0)
 
-    def _texts_of(
+    def _escaped(
         self, messages: list[Message], tools: list[Fields] | None
-    ) -> tuple[ConversationTexts, int]:
-        """Return the texts of a conversation, and the number of special tokens in its messages.
-
-        These are escaped.
-        """
-        adapted = adapt_messages(without_weights(messages), self.template)
-        # The template shows the messages. Some targets are made of reasoning that is not in them.
-        shown: list[Any] = [adapted.messages, tools]
-        if self.template.opens_reasoning and self.template.reasoning_field is None:
-            shown.append(adapted.reasoning)
-        _check_text(shown, adapted)
-        escaped, special_as_text = self.encoder.escaping.escape(shown)
-        if special_as_text:
-            messages, tools = escaped[:2]
-            reasoning, _ = self.encoder.escaping.escape(adapted.reasoning)
-            adapted = AdaptedMessages(messages, reasoning)
-        texts = ConversationTexts(self.template.jinja, adapted, tools)
-        if special_as_text:
-            self.encoder.escaping.check_json(texts.complete.text)
-        return texts, special_as_text
-
-    # --- from text to tokens
-
-    def _encode(self, turns: list[Turn], has_escapes: bool) -> Iterator[_EncodedTurn]:
-        """Encode the turns of a conversation.
-
-        Turns whose texts continue each other are encoded together: forty turns would take twenty
-        times as long one by one. That is possible if each turn ends with a control token at which
-        every text is divided. Otherwise the tokens of a prompt are known only by encoding it, so
-        each turn is encoded by itself.
-
-        Args:
-            turns: the turns.
-            has_escapes: whether special tokens in their texts are escaped.
-        """
-        for run in _runs_of(turns):
-            encoded = None if has_escapes else self._encode_together(run)
-            if encoded is None:
-                encoded = [self._encode_alone(turn, has_escapes) for turn in run]
-            yield from encoded
-
-    def _encode_together(self, run: list[Turn]) -> list[_EncodedTurn] | None:
-        """Encode turns whose texts are all beginnings of the last one's.
+    ) -> tuple[list[Message], list[str], list[Fields] | None, Counter[str]]:
+        """Bring a conversation into the form that the template takes, without special tokens.
 
         Returns:
-            The turns; ``None`` if the tokens of a text may be others than the first tokens of the
-            last text.
+            The messages, the reasoning of each, the tools, and the counts of
+            :meth:`TextEncoder.escaped`.
         """
-        text = run[-1].text
-        tokens = self.encoder.encode(text)
-        controls = self.encoder.controls_of(text, tokens)
-        if controls is None:
-            return None
-        encoded = []
-        for turn in run:
-            prompt_end = len(turn.prompt)
-            first = self.encoder.count_before(text, tokens, controls, prompt_end)
-            last = len(tokens.ids)
-            if turn is not run[-1]:
-                target_end = prompt_end + len(turn.target)
-                last = self.encoder.count_to_control(tokens, controls, target_end)
-            if first < 0 or last < 0:
-                return None
-            encoded.append(
-                _EncodedTurn(
-                    turn=turn,
-                    ids=tokens.array[:last],
-                    prompt_length=first,
-                    tokens=tokens,
-                    tokens_before=first,
-                    characters_before=prompt_end,
+        adapted, reasoning = self.template.adapt(messages)
+        counts: Counter[str] = Counter()
+        place = ""
+        try:
+            for index, message in enumerate(adapted):
+                place = f"message {index + 1} ({message['role']})"
+                adapted[index] = self._escaped_message(message, counts)
+                # The template shows it, unless only a prompt begins it.
+                is_shown = "reasoning_content" in message or not self.template.opens_reasoning
+                reasoning[index] = self.encoder.escaped(
+                    reasoning[index], counts=Counter() if is_shown else counts
                 )
-            )
-        return encoded
+            place = "field 'tools'"
+            tools = self.encoder.escaped(tools, counts)
+        except UnicodeEncodeError:
+            raise BadRecord(
+                f"{place} holds half of a surrogate pair, which is not valid text"
+            ) from None
+        return adapted, reasoning, tools, counts
 
-    def _encode_alone(self, turn: Turn, has_escapes: bool) -> _EncodedTurn:
-        """Encode the prompt of a turn, and the turn behind it.
+    def _escaped_message(self, message: Message, counts: Counter[str]) -> Message:
+        """Return a message as a template gets it, with its reasoning in all fields for it."""
+        escaped: Message = self.encoder.escaped(message, counts)
+        escaped.pop("weight", None)
+        if "reasoning_content" in escaped:
+            escaped.update(dict.fromkeys(REASONING, escaped["reasoning_content"]))
+        return escaped
 
-        If the last characters of the prompt and the first of the target became one token, the
-        target is encoded without the prompt: a model that answers begins with a new token.
-        """
-        prompt_ids = self.encoder.encode(turn.prompt, has_escapes).ids
-        tokens = self.encoder.encode(turn.text, has_escapes)
-        tokens_before = len(prompt_ids)
-        characters_before = len(turn.prompt)
-        if tokens.ids[:tokens_before] != prompt_ids:
-            tokens = self.encoder.encode(turn.target, has_escapes)
-            tokens_before = 0
-            characters_before = 0
-        if has_escapes:
-            turn = turn._replace(target=self.encoder.escaping.unescape(turn.target))
-        return _EncodedTurn(
-            turn=turn,
-            ids=np.array(prompt_ids + tokens.ids[tokens_before:], np.int32),
-            prompt_length=len(prompt_ids),
-            tokens=tokens,
-            tokens_before=tokens_before,
-            characters_before=characters_before,
-        )
-
-    def _add(self, sequences: list[TokenSequence], encoded: _EncodedTurn) -> None:
+    def _add(
+        self, sequences: list[TokenSequence], turn: Turn, beginning: str, has_escapes: bool
+    ) -> str:
         """Add a turn to the last sequence if its prompt continues it, and as a new one otherwise.
 
         Args:
             sequences: the sequences of the conversation so far.
-            encoded: the turn.
-        """
-        earlier = _EMPTY_SEQUENCE
-        if sequences:
-            beginning = encoded.ids[: encoded.prompt_length][: len(sequences[-1].ids)]
-            if np.array_equal(beginning, sequences[-1].ids):
-                earlier = sequences.pop()
-
-        mask = self._mask_of(encoded)
-        loss_mask = np.zeros(len(encoded.ids), bool)
-        loss_mask[: len(earlier.ids)] = earlier.loss_mask
-        loss_mask[encoded.prompt_length :] = mask.is_trained
-        loss_mask[:1] = False  # the first token has no context
-        turn_end = TurnEnd(
-            length=len(loss_mask),
-            targets=int(np.count_nonzero(loss_mask)),
-            target_bytes=earlier.target_bytes + mask.target_bytes,
-            ended=earlier.ended + int(mask.has_end),
-        )
-        sequences.append(
-            TokenSequence(
-                ids=encoded.ids,
-                loss_mask=loss_mask,
-                target_bytes=turn_end.target_bytes,
-                turn_ends=(*earlier.turn_ends, turn_end),
-            )
-        )
-
-    def _mask_of(self, encoded: _EncodedTurn) -> _TargetMask:
-        """Find the tokens of a turn that are trained: those that lie in its spans."""
-        turn = encoded.turn
-        ids = encoded.target_ids
-        if turn.is_trained_completely and self.encoder.fill(ids, turn.target):
-            # To find the characters of each token would take longer than to find the tokens.
-            is_trained = np.ones(len(ids), bool)
-            target_bytes = len(turn.target.encode())
-        else:
-            start, stop = self._characters_of(encoded)
-            is_trained = np.zeros(len(ids), bool)
-            target_bytes = 0
-            for span_start, span_stop in turn.spans:
-                inside = np.flatnonzero((span_start <= start) & (stop <= span_stop))
-                if len(inside):
-                    is_trained[inside] = True
-                    text = turn.target[start[inside[0]] : stop[inside[-1]]]
-                    target_bytes += len(text.encode())
-
-        trained_ids = ids[is_trained]
-        return _TargetMask(
-            is_trained=is_trained,
-            target_bytes=target_bytes - self.encoder.control_bytes(trained_ids),
-            has_end=len(trained_ids) > 0 and int(trained_ids[-1]) in self.stop_token_ids,
-        )
-
-    def _characters_of(self, encoded: _EncodedTurn) -> tuple[np.ndarray, np.ndarray]:
-        """Return the characters of a target at which each of its tokens begins and ends.
+            turn: the turn.
+            beginning: a text whose tokens are all tokens of the last sequence but one. They need
+                not be encoded again if the prompt goes on with a token at which every text is
+                divided: forty turns would take twenty times as long otherwise.
+            has_escapes: whether special tokens of messages in the text are escaped.
 
         Returns:
-            Two arrays, int [n].
+            Such a beginning for the next turn; empty if there is none.
         """
-        ids = encoded.target_ids
-        last = encoded.tokens_before + len(ids)
-        spans = np.array(encoded.tokens.spans[encoded.tokens_before : last], int).reshape(-1, 2)
-        start, stop = (spans - encoded.characters_before).T
-        # Some control tokens include the white space around them.
-        for i in np.flatnonzero(self.encoder.are_controls(ids)):
-            token = encoded.turn.target[start[i] : stop[i]]
-            inner_start = stop[i] - len(token.lstrip())
-            inner_stop = start[i] + len(token.rstrip())
-            start[i] = inner_start
-            stop[i] = inner_stop
-        return start, stop
+        last = sequences[-1] if sequences else _EMPTY
+        known_ids = _EMPTY.ids
+        prompt = turn.prompt
+        if beginning and prompt.startswith(beginning):
+            rest = prompt[len(beginning) :]
+            if self.encoder.begins_with_border(rest):
+                known_ids = last.ids[:-1]
+                prompt = rest
+
+        border = self.encoder.last_border(prompt)
+        target = self.encoder.encode_after(
+            prompt[border:], turn.target, has_escapes, with_spans=turn.spans is not None
+        )
+        new_ids = self.encoder.encode(prompt[:border], has_escapes) + target.ids_before
+        prompt_ids = np.concatenate([known_ids, np.array(new_ids, np.int32)])
+        if sequences and np.array_equal(prompt_ids[: len(last.ids)], last.ids):
+            sequences.pop()
+        else:
+            last = _EMPTY
+
+        is_trained, target_bytes = self._targets_of(turn, target)
+        ids = np.concatenate([prompt_ids, np.array(target.ids, np.int32)])
+        loss_mask = np.zeros(len(ids), bool)
+        loss_mask[: len(last.ids)] = last.loss_mask
+        loss_mask[len(prompt_ids) :] = is_trained
+        loss_mask[:1] = False  # the first token has no context
+
+        trained_ids = ids[len(prompt_ids) :][is_trained].tolist()
+        has_end = bool(trained_ids) and trained_ids[-1] in self.stop_token_ids
+        turn_end = TurnEnd(
+            length=len(ids),
+            targets=int(np.count_nonzero(loss_mask)),
+            target_bytes=last.target_bytes + target_bytes,
+            ended=last.ended + int(has_end),
+        )
+        turn_ends = (*last.turn_ends, turn_end)
+        sequences.append(TokenSequence(ids, loss_mask, turn_end.target_bytes, turn_ends))
+
+        end = self.encoder.last_border(turn.target)
+        if target.is_joined and self.encoder.is_border(turn.target[end:]):
+            return turn.prompt + turn.target[:end]
+        return ""
+
+    def _targets_of(self, turn: Turn, target: Continuation) -> tuple[np.ndarray, int]:
+        """Find the tokens of a turn that are trained: those that lie in its spans.
+
+        Returns:
+            Whether each token is trained, bool [n], and the UTF-8 bytes of their text without
+            control tokens.
+        """
+        if turn.spans is None:
+            return np.ones(len(target.ids), bool), self.encoder.plain_bytes(turn.target)
+        is_trained = np.zeros(len(target.ids), bool)
+        target_bytes = 0
+        for first, last in turn.spans:
+            for token, (start, stop) in enumerate(target.spans):
+                is_trained[token] |= first <= start and stop <= last
+            target_bytes += self.encoder.plain_bytes(turn.target[first:last])
+        return is_trained, target_bytes
+
+
+class PromptCompletionRenderer:
+    """Makes a token sequence of a prompt, its completion and EOS, without a chat template.
+
+    It has the interface of :class:`Renderer`. A sequence begins with BOS if the tokenizer begins
+    every text with it. Only the completion and EOS are trained. Special tokens in the texts are
+    encoded as ordinary text, except for one EOS at the end of a completion, which is the EOS of the
+    sequence.
+
+    Args:
+        tokenizer: the tokenizer.
+    """
+
+    def __init__(self, tokenizer: FastTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.encoder = TextEncoder(tokenizer, control_tokens_of(tokenizer))
+        self._beginning: list[int] = []
+        if begins_with_bos(tokenizer):
+            self._beginning = [int(tokenizer.bos_token_id)]
+
+    @property
+    def stop_token_ids(self) -> set[int]:
+        """The token at which a completion ends."""
+        return {int(self.tokenizer.eos_token_id)}
+
+    def __call__(self, record: Conversation | PreferenceRecord) -> Rendered:
+        """Encode a prompt with its completion, or with each of its answers.
+
+        Raises:
+            BadRecord: if they are not plain texts, or if their text cannot be used.
+        """
+        if not record.is_plain_text:
+            raise BadRecord(
+                "the record is not plain text (a prompt and completions without roles and tools), "
+                "and there is no chat template; use --chat_template chatml"
+            )
+        # Every sequence ends with EOS anyway.
+        eos = str(self.tokenizer.eos_token)
+        texts = [message["content"] for message in record.messages]
+        texts[1:] = [text.removesuffix(eos) for text in texts[1:]]
+        (prompt, *completions), special_as_text = self._escaped(texts)
+
+        sequences = [
+            self._sequence(prompt, completion, has_escapes=special_as_text > 0)
+            for completion in completions
+        ]
+        return Rendered(sequences, counts=Counter(special_as_text=special_as_text))
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the tokens of a prompt, after which a completion is trained.
+
+        Raises:
+            BadRecord: if the text cannot be used.
+        """
+        (escaped,), special_as_text = self._escaped([text])
+        return [*self._beginning, *self.encoder.encode(escaped, has_escapes=special_as_text > 0)]
+
+    def _escaped(self, texts: list[str]) -> tuple[list[str], int]:
+        """Return texts whose special tokens are escaped, and the number of these."""
+        counts: Counter[str] = Counter()
+        try:
+            escaped: list[str] = self.encoder.escaped(texts, counts)
+        except UnicodeEncodeError:
+            raise BadRecord(
+                "the record holds half of a surrogate pair, which is not valid text"
+            ) from None
+        self.encoder.check_escapes(counts)
+        return escaped, counts["special_as_text"]
+
+    def _sequence(self, prompt: str, completion: str, has_escapes: bool) -> TokenSequence:
+        encoded = self.encoder.encode_after(prompt, completion, has_escapes)
+        prompt_ids = [*self._beginning, *encoded.ids_before]
+        ids = [*prompt_ids, *encoded.ids, int(self.tokenizer.eos_token_id)]
+        loss_mask = np.zeros(len(ids), bool)
+        loss_mask[len(prompt_ids) :] = True
+        loss_mask[:1] = False  # the first token has no context
+        turn_end = TurnEnd(
+            length=len(ids),
+            targets=int(loss_mask.sum()),
+            target_bytes=self.encoder.plain_bytes(completion),
+            ended=1,
+        )
+        return TokenSequence(
+            ids=np.array(ids, np.int32),
+            loss_mask=loss_mask,
+            target_bytes=turn_end.target_bytes,
+            turn_ends=(turn_end,),
+        )
 
 
 AnyRenderer: TypeAlias = Renderer | PromptCompletionRenderer
@@ -373,51 +400,18 @@ def make_renderer(
     stop_token_ids: Collection[int] = (),
     only_last_turns: bool = False,
 ) -> AnyRenderer:
-    """Return the renderer for a tokenizer, which uses its chat template if it has one.
-
-    Args:
-        tokenizer: the tokenizer.
-        stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
-            them.
-        only_last_turns: train only the turns after the last user message.
-    """
+    """Return the renderer for a tokenizer, which uses its chat template if it has one."""
     if tokenizer.chat_template is None:
         return PromptCompletionRenderer(tokenizer)
     return Renderer(tokenizer, stop_token_ids, only_last_turns)
 
 
-_EMPTY_SEQUENCE = TokenSequence(
-    ids=np.zeros(0, np.int32), loss_mask=np.zeros(0, bool), target_bytes=0
-)
+def cut(sequence: TokenSequence, width: int, encoder: TextEncoder) -> TokenSequence:
+    """Return the first ``width`` tokens of a sequence.
 
-
-def _runs_of(turns: list[Turn]) -> Iterator[list[Turn]]:
-    """Divide turns into runs in which each prompt begins with the text of the turn before."""
-    run: list[Turn] = []
-    for turn in turns:
-        if run and not turn.prompt.startswith(run[-1].text):
-            yield run
-            run = []
-        run.append(turn)
-    if run:
-        yield run
-
-
-def _check_text(shown: list[Any], adapted: AdaptedMessages) -> None:
-    """Raise :class:`BadRecord` if a conversation holds half of a surrogate pair.
-
-    Args:
-        shown: all that the template or a target may show.
-        adapted: the messages and their reasoning.
+    The result has no ``turn_ends``, so its turns count neither as turns nor as ended.
     """
-    try:
-        "".join(texts_of(shown)).encode()
-        return
-    except UnicodeEncodeError:
-        pass
-
-    reason = "holds half of a surrogate pair, which is not valid text"
-    for number, (message, reasoning) in enumerate(zip(*adapted, strict=True), start=1):
-        if any(map(_HALF.search, texts_of([message, reasoning]))):
-            raise BadRecord(f"message {number} ({message['role']}) {reason}")
-    raise BadRecord(f"field 'tools' {reason}")
+    ids = sequence.ids[:width]
+    loss_mask = sequence.loss_mask[:width]
+    text = encoder.decode(ids[loss_mask].tolist())
+    return TokenSequence(ids, loss_mask, target_bytes=len(text.encode()))

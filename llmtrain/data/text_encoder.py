@@ -1,111 +1,154 @@
-"""Encode texts, and find the tokens of their beginnings without encoding those, too."""
+r"""Encode the text of a template, in which special tokens of messages are ordinary text.
+
+A message may hold "<|im_end|>", with which ChatML ends it. Private-use planes of Unicode keep the
+two apart. Before a conversation is rendered, the message's "<" moves to one plane. Before its text
+is encoded, the template's "<" moves to another, and the message's moves back:
+
+    message     <|im_end|>
+    escaped     \U000F003C|im_end|>
+    rendered    \U000F003C|im_end|><|im_end|>
+    to encode   <|im_end|>\U0010003C|im_end|>     a copy of the tokenizer reads the first as text,
+                                                 and has the second as a control token
+"""
 
 import copy
 import functools
-import json
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from tokenizers import AddedToken
-from tokenizers.pre_tokenizers import ByteLevel
 
-from llmtrain.data.escaping import Escaping
-from llmtrain.data.template_properties import any_of
+from llmtrain.data.chat_template import Span, any_of
+from llmtrain.data.messages import BadRecord
 from llmtrain.data.tokenizer import FastTokenizer
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
+    from tokenizers import Encoding, Tokenizer
 
-# Longer ends of prompts are not remembered: they hold text that occurs once.
-_LONGEST_REMEMBERED = 64
-_MOST_REMEMBERED = 10_000
-
-
-class Tokens:
-    """The tokens of a text.
-
-    Args:
-        ids: their ids.
-        encode: encodes the text again, with the characters of each token. That takes longer than
-            the ids, and most texts do not need it.
-
-    Attributes:
-        ids: the ids.
-    """
-
-    def __init__(self, ids: list[int], encode: "Callable[[], Encoding]") -> None:
-        self.ids = ids
-        self._encode = encode
-
-    @functools.cached_property
-    def array(self) -> np.ndarray:
-        """The ids, int32 [n]."""
-        return np.array(self.ids, np.int32)
-
-    @functools.cached_property
-    def spans(self) -> list[tuple[int, int]]:
-        """The characters at which each token begins and ends."""
-        return self._encode().offsets
+_PLANE_SIZE = 0x10000
+_ESCAPED_PLANE = 0xF0000  # holds the first characters of control tokens that are text
+_COPIED_PLANE = 0x100000  # holds the first characters of control tokens of the template
+_PRIVATE_USE = re.compile("[\U000f0000-\U0010ffff]")
+_ESCAPED_IN_JSON = re.compile(r"\\udb[89ab]")  # a character of the plane that JSON has escaped
+# Few texts stand between the last control token of a prompt and its end.
+_REMEMBERED_TEXTS = 1_000
 
 
-class Controls(NamedTuple):
-    """The control tokens among the tokens of a text.
+class Continuation(NamedTuple):
+    """The tokens of a text that follows another one.
 
     Attributes:
-        indices: their indices, ascending.
-        end_characters: the character at which each ends.
+        ids_before: the tokens of the other one.
+        ids: the tokens of the text.
+        spans: the characters of each, if they were asked for.
+        is_joined: whether the two are the tokens of both texts as one.
     """
 
-    indices: list[int]
-    end_characters: list[int]
+    ids_before: list[int]
+    ids: list[int]
+    spans: list[Span]
+    is_joined: bool
 
 
 class TextEncoder:
-    """Encodes text with the tokenizer's control tokens, which messages cannot write.
+    """Encodes text with control tokens that messages cannot write.
 
     Args:
         tokenizer: the tokenizer.
         control_tokens: the id and the text of each token that only a template may write.
-
-    Attributes:
-        controls: matches a control token.
-        control_texts: the text of each control token, by its id.
-        border_texts: the control tokens among them at which a text is divided, whatever stands
-            beside them.
-        backend: encodes text without adding tokens at its ends.
-        escaping: keeps control tokens in messages apart from those of the template.
     """
 
     def __init__(self, tokenizer: FastTokenizer, control_tokens: Mapping[int, str]) -> None:
-        self.controls = any_of(control_tokens.values())
-        self.control_texts = dict(control_tokens)
+        self._control_texts = dict(control_tokens)
+        self._controls = any_of(control_tokens.values())
 
         # A copy, because other code sets up the tokenizer so that "<|im_end|>" is text. Without a
         # post-processor, which would add nothing here, but may remove white space from the offsets.
-        self.backend = copy.deepcopy(tokenizer.backend_tokenizer)
-        self.backend.no_truncation()
-        self.backend.no_padding()
-        self.backend.encode_special_tokens = False
-        self.backend.post_processor = None
+        backend = copy.deepcopy(tokenizer.backend_tokenizer)
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = False
+        backend.post_processor = None
+        self._backend: Tokenizer = backend
+        self._borders = any_of(self._find_border_texts())
+        self._unescaping = {
+            _ESCAPED_PLANE + ord(text[0]): text[0]
+            for text in control_tokens.values()
+            if ord(text[0]) < _PLANE_SIZE
+        }
+        self._encode_often = functools.lru_cache(_REMEMBERED_TEXTS)(self.encode)
 
-        self.border_texts = self._find_border_tokens()
-        # Tables by id. Their last entry is for all larger ids, which are no control tokens.
-        size = max(control_tokens, default=0) + 2
-        self._is_control = np.zeros(size, bool)
-        self._is_other_control = np.zeros(size, bool)  # at which a text is not always divided
-        self._control_bytes = np.zeros(size, int)
-        for id, text in control_tokens.items():
-            self._is_control[id] = True
-            self._is_other_control[id] = id not in self.border_texts
-            self._control_bytes[id] = len(text.strip().encode())
+    # --- from messages to text
 
-        self._remembered: dict[tuple[int, str], list[int]] = {}
-        self.escaping = Escaping(self.backend, control_tokens)
+    def escaped(self, value: Any, counts: Counter[str]) -> Any:
+        """Return a JSON value whose texts hold no control tokens: their first characters are moved.
 
-    def encode(self, text: str, has_escapes: bool = False) -> Tokens:
-        """Encode a text.
+        Values that are no JSON become their names, as in transformers: templates must not call
+        their methods.
+
+        Args:
+            value: a text, a message, or another value. It stays as it is.
+            counts: the number of control tokens in the value, ``special_as_text``, is added, and
+                ``private_use``, the number of texts with characters of the planes.
+
+        Raises:
+            BadRecord: if a control token cannot be moved.
+            UnicodeEncodeError: if a text holds half of a surrogate pair.
+        """
+        if isinstance(value, str):
+            value.encode()
+            return self._escaped_text(value, counts)
+        if isinstance(value, dict):
+            return {
+                self.escaped(key, counts): self.escaped(inner, counts)
+                for key, inner in value.items()
+            }
+        if isinstance(value, list):
+            return [self.escaped(inner, counts) for inner in value]
+        if value is None or isinstance(value, (bool, int, float)):
+            return value
+        return f"<{type(value).__name__}>"
+
+    def _escaped_text(self, text: str, counts: Counter[str]) -> str:
+        if not text.isascii() and _PRIVATE_USE.search(text):
+            counts["private_use"] += 1
+        count = 1
+        while count:  # tokens may overlap, so one may be left when another has been moved
+            text, count = self._controls.subn(lambda match: _moved(match, _ESCAPED_PLANE), text)
+            counts["special_as_text"] += count
+        return text
+
+    def check_escapes(self, counts: Counter[str], rendered: str = "") -> None:
+        """Check that all characters that were moved can be moved back.
+
+        Args:
+            counts: the counts of :meth:`escaped`.
+            rendered: the text that a template has made of the escaped texts.
+
+        Raises:
+            BadRecord: if a text has such characters of its own, or if the template has written
+                them as JSON escapes.
+        """
+        if not counts["special_as_text"]:
+            return
+        if counts["private_use"]:
+            raise BadRecord("a message holds a special token and private-use characters of Unicode")
+        if _ESCAPED_IN_JSON.search(rendered):
+            raise BadRecord(
+                "a message holds a special token, which the chat template writes as \\u escapes"
+            )
+
+    def plain_bytes(self, text: str) -> int:
+        """Return the UTF-8 bytes of a text without its control tokens."""
+        without_controls = self._controls.sub("", text)
+        return len(without_controls.translate(self._unescaping).encode())
+
+    # --- from text to tokens
+
+    def encode(self, text: str, has_escapes: bool = False) -> list[int]:
+        """Return the tokens of a text.
 
         Args:
             text: the text.
@@ -115,148 +158,151 @@ class TextEncoder:
             BadRecord: if the tokenizer makes a control token of a special token that is escaped.
         """
         if has_escapes:
-            ids, encoded = self.escaping.encode(text)
-            return Tokens(ids, encode=lambda: encoded)
-        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
-        return Tokens(
-            encoding.ids, encode=lambda: self.backend.encode(text, add_special_tokens=False)
-        )
+            return self._encode_escaped(text)[0]
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids
 
-    # --- tokens of the beginning of a text
+    def _encode_with_spans(self, text: str, has_escapes: bool) -> tuple[list[int], list[Span]]:
+        """Return the tokens of a text, and the characters of each; see :meth:`encode`.
 
-    def count_before(self, text: str, tokens: Tokens, controls: Controls, stop: int) -> int:
-        """Return how many tokens of a text are exactly the tokens of its first characters.
+        That takes longer. A control token may include the white space around it in the text, which
+        is not among its characters here.
+        """
+        if has_escapes:
+            ids, encoding = self._encode_escaped(text)
+        else:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            ids = encoding.ids
+        spans = []
+        for id, (start, stop) in zip(ids, encoding.offsets, strict=True):
+            token = text[start:stop]
+            if id in self._control_texts:
+                token = token.strip()
+            first = text.index(token, start)
+            spans.append((first, first + len(token)))
+        return ids, spans
 
-        The tokens up to a control token do not depend on the text behind it, because tokenizers
-        divide a text at such tokens first. The rest is encoded behind that token, and compared.
+    def encode_after(
+        self, text: str, following: str, has_escapes: bool, with_spans: bool = False
+    ) -> Continuation:
+        """Encode a text, and another text that follows it.
+
+        If the last characters of the first and the first of the other became one token, the other
+        text is encoded by itself: a model that answers begins with a new token.
 
         Args:
-            text: the text.
-            tokens: its tokens.
-            controls: their control tokens.
-            stop: the number of characters.
-
-        Returns:
-            The number of tokens; -1 if the first characters have other tokens, or if the text has
-            no control token at which it can be divided.
+            text: the first text.
+            following: the other text.
+            has_escapes: whether special tokens of messages in them are escaped.
+            with_spans: find the characters of each token of the other text. That takes longer.
         """
-        number = bisect_right(controls.end_characters, stop) - 1
-        if number < 0:
-            return -1
-        index = controls.indices[number]
-        end = controls.end_characters[number]
-        control_id = tokens.ids[index]
-        if control_id not in self.border_texts:
-            return -1
-        if end == stop:
-            return index + 1
+        ids = self.encode(text, has_escapes) if has_escapes else self._encode_often(text)
+        spans: list[Span] = []
+        if with_spans:
+            both, spans = self._encode_with_spans(text + following, has_escapes)
+        else:
+            both = self.encode(text + following, has_escapes)
 
-        rest = self._encode_behind(control_id, text[end:stop])
-        count = index + 1 + len(rest)
-        return count if tokens.ids[index + 1 : count] == rest else -1
+        count = len(ids)
+        if both[:count] == ids:
+            shifted = [(start - len(text), stop - len(text)) for start, stop in spans[count:]]
+            return Continuation(ids, both[count:], shifted, is_joined=True)
+        following_ids, spans = self._encode_with_spans(following, has_escapes)
+        return Continuation(ids, following_ids, spans, is_joined=False)
 
-    def count_to_control(self, tokens: Tokens, controls: Controls, stop: int) -> int:
-        """Return how many tokens there are up to a control token at which a text can be divided.
+    def last_border(self, text: str) -> int:
+        """Return the first character of the last control token at which every text is divided.
 
-        Args:
-            tokens: the tokens of the text.
-            controls: their control tokens.
-            stop: the character at which the control token ends.
-
-        Returns:
-            The number of tokens; -1 if no such token ends there.
+        The tokens from there on do not depend on the text before it, nor do the tokens before it
+        depend on the text from there on. Without such a token, it is 0.
         """
-        number = bisect_left(controls.end_characters, stop)
-        if number == len(controls.end_characters) or controls.end_characters[number] != stop:
-            return -1
-        index = controls.indices[number]
-        return index + 1 if tokens.ids[index] in self.border_texts else -1
+        start = 0
+        for border in self._borders.finditer(text):
+            start = border.start()
+        return start
 
-    def controls_of(self, text: str, tokens: Tokens) -> Controls | None:
-        """Find the control tokens among the tokens of a text.
+    def begins_with_border(self, text: str) -> bool:
+        """Return whether a text begins with such a control token."""
+        return self._borders.match(text) is not None
 
-        Returns:
-            The control tokens; ``None`` if they are not those that the text shows.
-        """
-        indices = np.flatnonzero(self.are_controls(tokens.array)).tolist()
-        matches = list(self.controls.finditer(text))
-        encoded = [self.control_texts[tokens.ids[index]] for index in indices]
-        if encoded != [match[0] for match in matches]:
-            return None
-        return Controls(indices, [match.end() for match in matches])
+    def is_border(self, text: str) -> bool:
+        """Return whether a text is such a control token."""
+        return self._borders.fullmatch(text) is not None
 
-    # --- tokens that are control tokens
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of tokens, without control tokens."""
+        ordinary = [id for id in ids if id not in self._control_texts]
+        text: str = self._backend.decode(ordinary, skip_special_tokens=False)
+        return text
 
-    def are_controls(self, ids: np.ndarray) -> np.ndarray:
-        """Return whether tokens are control tokens, bool [n]."""
-        return self._is_control.take(ids, mode="clip")
-
-    def control_bytes(self, ids: np.ndarray) -> int:
-        """Return the number of UTF-8 bytes of the control tokens among tokens."""
-        return int(self._control_bytes.take(ids, mode="clip").sum())
-
-    def fill(self, ids: np.ndarray, text: str) -> bool:
-        """Return whether the tokens of a text certainly reach from its beginning to its end.
-
-        Some tokenizers leave out white space, or characters that their normalizer removes. The
-        answer is yes only if the text begins with a character that is always kept, and ends with a
-        control token.
-        """
-        if not self._keeps_all_bytes or not text[:1].isascii() or not len(ids):
-            return False
-        last_token = self.border_texts.get(int(ids[-1]))
-        if last_token is None or not text.endswith(last_token):
-            return False
-        return not self._is_other_control.take(ids, mode="clip").any()
-
-    @functools.cached_property
-    def _keeps_all_bytes(self) -> bool:
-        """Whether the tokenizer divides all bytes of a text into tokens, as GPT-2 does."""
-        normalizer = _settings_of(self.backend.normalizer)
-        pre_tokenizer = _settings_of(self.backend.pre_tokenizer)
-        steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-        *splits, last = steps
-        has_all_bytes = all(
-            self.backend.token_to_id(byte) is not None for byte in ByteLevel.alphabet()
-        )
-        return (
-            normalizer.get("type", "NFC") == "NFC"
-            and last.get("type") == "ByteLevel"
-            and not last.get("add_prefix_space")
-            and all(step.get("type") == "Split" for step in splits)
-            and all(step.get("behavior") != "Removed" for step in splits)
-            and has_all_bytes
-        )
-
-    def _find_border_tokens(self) -> dict[int, str]:
-        """Return the control tokens at which a text is divided, whatever stands beside them."""
-        added_tokens: dict[int, AddedToken] = self.backend.get_added_tokens_decoder()
-        borders = {}
-        for id, text in self.control_texts.items():
+    def _find_border_texts(self) -> list[str]:
+        added_tokens: dict[int, AddedToken] = self._backend.get_added_tokens_decoder()
+        borders = []
+        for id, text in self._control_texts.items():
             token = added_tokens.get(id)
             if token is None or token.single_word or token.lstrip or token.rstrip:
                 continue
-            if token.normalized and self.backend.normalizer is not None:
+            if token.normalized and self._backend.normalizer is not None:
                 continue
             if text == text.strip():
-                borders[id] = text
+                borders.append(text)
         return borders
 
-    def _encode_behind(self, control_id: int, text: str) -> list[int]:
-        """Return the tokens of a text that follows a control token."""
-        key = (control_id, text)
-        ids = self._remembered.get(key)
-        if ids is None:
-            after_control = self.control_texts[control_id] + text
-            ids = self.backend.encode(after_control, add_special_tokens=False).ids[1:]
-            if len(text) <= _LONGEST_REMEMBERED and len(self._remembered) < _MOST_REMEMBERED:
-                self._remembered[key] = ids
-        return ids
+    # --- text with escapes
+
+    def _encode_escaped(self, text: str) -> "tuple[list[int], Encoding]":
+        backend, original_ids = self._copied_backend
+        by_template = self._controls.findall(text)
+        copied = self._controls.sub(lambda match: _moved(match, _COPIED_PLANE), text)
+        encoding = backend.encode(copied.translate(self._unescaping), add_special_tokens=False)
+
+        ids = [original_ids.get(id, id) for id in encoding.ids]
+        encoded = [self._control_texts[id] for id in ids if id in self._control_texts]
+        if encoded != by_template:
+            raise BadRecord(
+                "a message holds a special token, and the tokenizer cannot encode it as text"
+            )
+        return ids, encoding
+
+    @functools.cached_property
+    def _copied_backend(self) -> "tuple[Tokenizer, dict[int, int]]":
+        """The tokenizer that reads control tokens as text, and their copies as control tokens.
+
+        Returns:
+            The tokenizer, and the id of the control token for the id of each copy.
+        """
+        backend = copy.deepcopy(self._backend)
+        backend.encode_special_tokens = True
+        added_tokens: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+        original_ids: dict[int, int] = {}
+        for id, text in self._control_texts.items():
+            if ord(text[0]) >= _PLANE_SIZE:
+                continue
+            token = added_tokens.get(id, AddedToken(text, normalized=False))
+            flags = {
+                "single_word": token.single_word,
+                "lstrip": token.lstrip,
+                "rstrip": token.rstrip,
+                "normalized": token.normalized,
+            }
+            # The setting above is about special tokens; not all control tokens are.
+            backend.add_special_tokens([AddedToken(text, special=True, **flags)])
+            moved = chr(_COPIED_PLANE + ord(text[0])) + text[1:]
+            backend.add_tokens([AddedToken(moved, special=False, **flags)])
+            copy_id = backend.token_to_id(moved)
+            assert copy_id is not None, "the token was just added"
+            original_ids[copy_id] = id
+        return backend, original_ids
 
 
-def _settings_of(component: Any) -> dict[str, Any]:
-    """Return the settings of a part of a tokenizer; an empty dictionary if it has no such part."""
-    if component is None:
-        return {}
-    settings: dict[str, Any] = json.loads(component.__getstate__())
-    return settings
+def _moved(match: re.Match[str], plane: int) -> str:
+    """Move the first character of a control token to another plane of Unicode.
+
+    Raises:
+        BadRecord: if the character is not in the first plane.
+    """
+    text = match[0]
+    if ord(text[0]) >= _PLANE_SIZE:
+        raise BadRecord(f"a message holds {text}, which cannot be encoded as text")
+    return chr(plane + ord(text[0])) + text[1:]

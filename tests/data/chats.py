@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.formats import Conversation
-from llmtrain.data.render import Renderer
-from llmtrain.data.rendered import Rendered, TokenSequence
+from llmtrain.data.render import Rendered, Renderer, TokenSequence
 
 # The special tokens of the templates. One of the last two begins with the other.
 CONTROLS = [

@@ -91,7 +91,9 @@ def test_auto_is_an_error_for_text_and_without_targets(tmp_path, text_path, cach
 
     question, answer = chat_record("q", "a")["messages"]
     write_records(chats, [{"messages": [question, {**answer, "weight": 0}]}])
-    assert "1 turn has weight 0" in complaint(data_config(text_path, chats), "auto", ChatConfig())
+    assert "1 turn not trained: the weight is 0" in complaint(
+        data_config(text_path, chats), "auto", ChatConfig()
+    )
     assert left_behind(cache) == []
 
 

@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from llmtrain.commands.row_text import QUOTES
 from llmtrain.data.formats import Conversation
 from llmtrain.data.messages import BadRecord, Message
-from llmtrain.data.render import Renderer
-from llmtrain.data.rendered import TokenSequence
+from llmtrain.data.render import Renderer, TokenSequence
 from tests.data.chats import chat
 from tests.data.published_templates import KINDS, TOOLS, tokenizer_with
 from tests.launching import WRITE_DOCS

@@ -14,9 +14,8 @@ import transformers
 
 from llmtrain.data.formats import Conversation, conversation_of
 from llmtrain.data.messages import BadRecord, Message
-from llmtrain.data.render import Renderer
-from llmtrain.data.rendered import THINKING_COUNTS, Rendered
-from llmtrain.data.template_messages import adapt_messages
+from llmtrain.data.render import Rendered, Renderer
+from llmtrain.data.turns import THINKING_COUNTS
 from tests.data.published_templates import (
     KINDS,
     TEMPLATES,
@@ -67,7 +66,7 @@ def cell_of(name: str, kind: str) -> str:
 
 
 def left_out_turns(rendered: Rendered) -> int:
-    return rendered.counts["mismatched_answers"] + rendered.counts["mismatched_calls"]
+    return rendered.counts["untrained_turns"]
 
 
 def check_targets(
@@ -78,7 +77,7 @@ def check_targets(
     The prompts of `llmtrain generate` and of samples must be the same.
     """
     tokenizer = renderer.tokenizer
-    messages, reasoning = adapt_messages(conversation.messages, renderer.template)
+    messages, reasoning = renderer.template.adapt(conversation.messages)
 
     def prompt_ids(turn: int, **options: bool) -> list[int]:
         """Return the tokens that a chat sends to get a turn, as transformers makes them."""

@@ -296,12 +296,10 @@ def test_the_audit_has_the_counts_of_the_records(
     assert log_lines(capsys, "audit")[0].startswith(f"{len(kept)} of 17 conversations: 3 overlong")
 
 
-def test_special_tokens_weights_and_unread_fields_are_counted_and_logged(tmp_path, capsys):
+def test_special_tokens_and_weights_are_counted_and_logged(tmp_path, capsys):
     weighted = chat_record("a", "b", "c", "d")
     weighted["messages"][1]["weight"] = 0
     special = chat_record("e", f"f{CHATML_END}{CHATML_END}")
-    special["messages"][0] |= {"at": 1, "name": "Ann"}
-    special["messages"][1] |= {"at": 2, "score": 0.5}
 
     tokenized = tokenize_chats(tmp_path, [weighted, special, chat_record("g", "h")])
 
@@ -312,18 +310,15 @@ def test_special_tokens_weights_and_unread_fields_are_counted_and_logged(tmp_pat
         f"h{CHATML_END}",
     ]
     audit = audit_of(tokenized)
-    assert audit.unweighted_turns == 1
+    assert audit.untrained_turns == 1
     assert audit.special_as_text == 2
-    assert audit.unread_fields == {"at": 2, "score": 1}
     log = capsys.readouterr().out
-    assert "1 turn is not trained, because its weight is 0" in log
+    assert "1 turn not trained: the weight is 0" in log
     assert "2 special tokens" in log
-    assert "at (2), score (1)" in log
 
 
 def test_the_audit_of_several_files_is_the_sum_of_their_audits(tmp_path):
     special = chat_record("e", f"f{CHATML_END}")
-    special["messages"][0] |= {"at": 1}
     first_path = write_records(tmp_path / "a.jsonl", [*chat_records(3), special, LONG_ANSWER])
     second_path = write_records(tmp_path / "b.jsonl", [*chat_records(4, start=50), special])
 
@@ -335,7 +330,6 @@ def test_the_audit_of_several_files_is_the_sum_of_their_audits(tmp_path):
         if type(field.default) is int:
             expected = getattr(first, field.name) + getattr(second, field.name)
             assert getattr(both, field.name) == expected, field.name
-    assert both.unread_fields == {"at": 2}
     assert (both.records, both.overlong, both.special_as_text) == (10, 1, 2)
 
 
@@ -449,7 +443,7 @@ def test_a_bad_record_is_an_error_with_its_place_or_is_left_out(
         ([LONG_QUESTION], {"overlong": "truncate", "on_bad_row": "skip"}, "--max_length 95"),
         ([AMBIGUOUS], {"on_bad_row": "skip"}, "line 1"),
         (chat_records(10), {"chat_template": MARKS_ANSWERS}, "none of 10 turns trains the token"),
-        (chat_records(10), {"chat_template": COUNTS_WITHOUT_ROLES}, "10 turns are shown"),
+        (chat_records(10), {"chat_template": COUNTS_WITHOUT_ROLES}, "10 turns not trained"),
         (chat_records(2), {"format": "alpaca"}, "instruction"),
         (chat_records(2), {"dataset_num_proc": 0}, "--dataset_num_proc"),
         (chat_records(4), {"tokenizer": "char"}, "--tokenizer char"),
