@@ -168,14 +168,7 @@ class ChatTemplate:
         self._compiled: dict[tuple[bool, bool], _Compiled] = {}
         self.has_marks = _GENERATION_TAG.search(str(tokenizer.chat_template)) is not None
 
-        # The order counts: each step may use what the steps before it have found.
-        self._arguments_type = self._find_arguments_type()
-        self._shows_several_calls = self._can_show_several_calls()
-        self._shows_reasoning = self._can_show_reasoning()
-        prompt = self._attempt([_QUESTION], add_generation_prompt=True)
-        self.opens_reasoning = OPEN_THINK_TAG.search(prompt) is not None
-        self.has_reasoning_option = self._has_two_prompts()
-
+        self._find_properties()
         self.stop_token_ids = self._find_stop_token_ids(stop_token_ids)
         self.control_tokens = control_tokens_of(tokenizer, self.stop_token_ids)
         stop_token = any_of(self.control_tokens[id] for id in self.stop_token_ids)
@@ -359,37 +352,34 @@ class ChatTemplate:
         except BadRecord:
             return ""
 
-    def _find_arguments_type(self) -> ArgumentsType | None:
-        """Return the arguments that the template can show; ``None`` if it shows no calls."""
-        types: tuple[ArgumentsType, ...] = ("object", "string")
+    def _find_properties(self) -> None:
+        # The type of arguments with which a call is shown once, neither escaped nor as a dictionary
+        # of Python; None if the template shows no calls.
+        self._arguments_type: ArgumentsType | None = None
+        types: tuple[ArgumentsType, ...] = ("string", "object")
         for arguments_type in types:
             text = self._attempt([_QUESTION, _message_with_calls(arguments_type, _TOWNS[:1])])
-            # Exactly once, neither escaped nor as a Python dict.
             if text.count(_TOWNS[0]) == 1 and not re.search(r"""'town': |\\"town""", text):
-                return arguments_type
-        return None
+                self._arguments_type = arguments_type
 
-    def _can_show_several_calls(self) -> bool:
-        if self._arguments_type is None:
-            return False
-        calls = _message_with_calls(self._arguments_type, _TOWNS)
-        return _TOWNS[1] in self._attempt([_QUESTION, calls])
-
-    def _can_show_reasoning(self) -> bool:
-        """Return whether the template shows reasoning in a field, with an answer or a call."""
         turns = [_ANSWER]
+        self._shows_several_calls = False
         if self._arguments_type is not None:
             turns.append(_message_with_calls(self._arguments_type, _TOWNS[:1]))
-        with_reasoning = [{**turn, **dict.fromkeys(REASONING, _THOUGHT)} for turn in turns]
-        return any(_THOUGHT in self._attempt([_QUESTION, turn]) for turn in with_reasoning)
+            calls = _message_with_calls(self._arguments_type, _TOWNS)
+            self._shows_several_calls = _TOWNS[1] in self._attempt([_QUESTION, calls])
 
-    def _has_two_prompts(self) -> bool:
-        """Return whether the option leads to two different prompts, with and without reasoning."""
+        with_reasoning = [{**turn, **dict.fromkeys(REASONING, _THOUGHT)} for turn in turns]
+        texts = [self._attempt([_QUESTION, turn]) for turn in with_reasoning]
+        self._shows_reasoning = any(_THOUGHT in text for text in texts)
+
+        prompt = self._attempt([_QUESTION], add_generation_prompt=True)
+        self.opens_reasoning = OPEN_THINK_TAG.search(prompt) is not None
         prompts = {
             self._attempt([_QUESTION], {REASONING_OPTION: value}, add_generation_prompt=True)
             for value in (True, False)
         }
-        return len(prompts) == 2 and "" not in prompts
+        self.has_reasoning_option = len(prompts) == 2 and "" not in prompts
 
     def _find_stop_token_ids(self, stop_token_ids: Collection[int]) -> set[int]:
         """Return all tokens at which an answer ends.

@@ -204,12 +204,16 @@ class Renderer:
         try:
             for index, message in enumerate(adapted):
                 place = f"message {index + 1} ({message['role']})"
-                adapted[index] = self._escaped_message(message, counts)
-                # The template shows it, unless only a prompt begins it.
-                is_shown = "reasoning_content" in message or not self.template.opens_reasoning
+                escaped: Message = self.encoder.escaped(message, counts)
+                escaped.pop("weight", None)
+                adapted[index] = escaped
+                # The message holds it, unless only a prompt begins it.
+                is_counted = "reasoning_content" in message or not self.template.opens_reasoning
                 reasoning[index] = self.encoder.escaped(
-                    reasoning[index], counts=Counter() if is_shown else counts
+                    reasoning[index], counts=Counter() if is_counted else counts
                 )
+                if "reasoning_content" in message:  # templates look for it in several fields
+                    escaped.update(dict.fromkeys(REASONING, reasoning[index]))
             place = "field 'tools'"
             tools = self.encoder.escaped(tools, counts)
         except UnicodeEncodeError:
@@ -217,14 +221,6 @@ class Renderer:
                 f"{place} holds half of a surrogate pair, which is not valid text"
             ) from None
         return adapted, reasoning, tools, counts
-
-    def _escaped_message(self, message: Message, counts: Counter[str]) -> Message:
-        """Return a message as a template gets it, with its reasoning in all fields for it."""
-        escaped: Message = self.encoder.escaped(message, counts)
-        escaped.pop("weight", None)
-        if "reasoning_content" in escaped:
-            escaped.update(dict.fromkeys(REASONING, escaped["reasoning_content"]))
-        return escaped
 
     def _add(
         self, sequences: list[TokenSequence], turn: Turn, beginning: str, has_escapes: bool
