@@ -1,15 +1,13 @@
 """One process of a launch reads a recipe's records for their fingerprint, and no launch takes another's."""
 
-import functools
 import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from llmtrain import once_per_machine as module
-from llmtrain.data.recipe_records import records_source
+from llmtrain.data.sources import records_source
 from llmtrain.once_per_machine import once_per_machine
 from tests.launching import PYTHON, run, torchrun
 
@@ -121,23 +119,3 @@ def test_a_name_stands_for_the_records() -> None:
     assert first != records_source(unread, "v2").fingerprint()
     # Recipes share the cache, and may use the same name for other records.
     assert first != records_source(lambda: ["a"], "v1").fingerprint()
-
-
-def test_functions_of_one_function_are_told_apart_by_the_values_that_they_hold(
-    launched: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def make(value: object) -> Callable[[], list[str]]:
-        return lambda: [str(value)]
-
-    def fingerprint(records: Callable[[], list[str]] | list[str]) -> str:
-        again(monkeypatch)
-        return records_source(records).fingerprint()
-
-    assert fingerprint(make(1)) == fingerprint(make(1)) != fingerprint(make(2))
-    partials = [functools.partial(sorted, "ab", reverse=reverse) for reverse in (True, False)]
-    assert len({*map(fingerprint, partials)}) == 2
-
-    shared = len(list(launched.glob("*.json")))
-    fingerprint(make(object()))  # it is not certain that another one is the same
-    fingerprint(["a", "b"])  # it is read at once
-    assert len(list(launched.glob("*.json"))) == shared

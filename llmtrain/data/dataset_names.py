@@ -1,19 +1,35 @@
 """The source that a name in ``--dataset`` or ``--eval_dataset`` stands for."""
 
+import contextlib
+import functools
 import glob
 import hashlib
+import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
+from llmtrain.console import can_show_bars
 from llmtrain.data import builtin
-from llmtrain.data.hub import folder_source, has_hub_layout, hub_source
-from llmtrain.data.readers import READABLE, Record, is_readable, numbered, read_file, suffix_of
-from llmtrain.data.sources import Source, SplitChoice
-from llmtrain.data.text_files import digest_of, split_suffix, visible_files
-from llmtrain.errors import UserError, first_line
-from llmtrain.files import local_path
+from llmtrain.data.readers import (
+    READABLE,
+    Record,
+    kind_of,
+    numbered,
+    read_file,
+    split_suffix,
+    suffix_of,
+)
+from llmtrain.data.sources import Source, dataset_source
+from llmtrain.errors import UserError, first_line, hub_error
+from llmtrain.file_digests import file_digest
+from llmtrain.files import json_text, local_path
+
+if TYPE_CHECKING:
+    import datasets
 
 # Files beside the data of a folder that hold counts and types.
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
@@ -31,10 +47,34 @@ _SAVED_ROWS = {
     "dataset_dict.json": "datasets.load_from_disk('{path}')['train'].to_parquet('train.parquet')",
     "state.json": "datasets.load_from_disk('{path}').to_parquet('train.parquet')",
 }
-_TRAIN_SPLIT = SplitChoice()
+# Files of a data set on the hub: SPLIT-00000-of-00001.parquet. Its README.md lists other files.
+_SHARD = re.compile(r".+-\d{5}-of-\d{5}\.parquet")
+_CONFIGURATIONS = re.compile(r"\A---\s*\n(?:(?!---).*\n)*?configs:")
+# NAME@REVISION:CONFIGURATION. The name may begin with the one of a user, and a slash.
+_HUB_NAME = re.compile(r"(\w[\w.-]*(?:/[\w.-]+)?)(?:@([^:]+))?(?::(.+))?")
 
 
-def open_source(name: str, choice: SplitChoice = _TRAIN_SPLIT) -> Source:
+@dataclass(frozen=True)
+class SplitChoice:
+    """The flags that say what is read of a data set.
+
+    Attributes:
+        split: the split to read.
+        is_named: whether a folder of files is read as a data set with splits, because the user
+            named a split.
+        data_flag: the flag that names the data set.
+        split_flag: the flag that names the split.
+        text_suffixes: the suffixes of files that are read as text, whatever they are.
+    """
+
+    split: str = "train"
+    is_named: bool = False
+    data_flag: str = "--dataset"
+    split_flag: str = "--dataset_train_split"
+    text_suffixes: Sequence[str] = ()
+
+
+def open_source(name: str, choice: SplitChoice = SplitChoice()) -> Source:
     """Return the source with a name in ``--dataset`` or ``--eval_dataset``.
 
     A name that is neither a path nor builtin is taken for a data set on the Hugging Face hub. The
@@ -49,36 +89,44 @@ def open_source(name: str, choice: SplitChoice = _TRAIN_SPLIT) -> Source:
         UserError: if there is no such path or builtin data set.
     """
     if name.startswith("builtin:"):
-        if name not in builtin.CORPORA:
-            names = ", ".join(builtin.CORPORA)
-            raise UserError(f"{choice.data_flag} {name} does not exist; use one of {names}.")
-        make = builtin.CORPORA[name]
-        return Source(
-            name,
-            fingerprint=partial(builtin.fingerprint, name),
-            records=lambda _: numbered(make(), f"{name}, document"),
-            flag=choice.data_flag,
-        )
+        return _builtin_source(name, choice.data_flag)
 
     try:
-        source = _local_source(local_path(name, f"{choice.data_flag} "), choice)
+        path = Path(local_path(name, f"{choice.data_flag} "))
+        source = _local_source(name, path.expanduser(), choice)
     except (OSError, RuntimeError) as error:
         # The name is too long, or it begins with a ~user that does not exist.
         raise UserError(f"{choice.data_flag} {name[:80]}: {first_line(error)}.") from None
-
     if source is not None:
         return source
-    if _looks_local(name, choice):
+
+    match = _HUB_NAME.fullmatch(name)
+    if match is None or kind_of(path, choice.text_suffixes) or Path(match[1]).exists():
         raise UserError(
             f"{choice.data_flag} {name}: no file ending in {READABLE} was found; check the path "
-            f"from {Path.cwd()}, or read other files as text with --text_suffixes."
+            f"from {Path.cwd()}, read other files as text with --text_suffixes, or name a data set "
+            "of the hub as NAME@REVISION:CONFIGURATION."
         )
-    return hub_source(name, choice)
+    return _split_source(name, match[1], choice, revision=match[2], configuration=match[3])
 
 
-def _local_source(name: str, choice: SplitChoice) -> Source | None:
+def _builtin_source(name: str, flag: str) -> Source:
+    if name not in builtin.CORPORA:
+        names = ", ".join(builtin.CORPORA)
+        raise UserError(f"{flag} {name} does not exist; use one of {names}.")
+    return Source(
+        name,
+        fingerprint=lambda: builtin.fingerprint(name),
+        records=lambda _: numbered(builtin.CORPORA[name](), f"{name}, document"),
+        flag=flag,
+    )
+
+
+# --- files and folders
+
+
+def _local_source(name: str, path: Path, choice: SplitChoice) -> Source | None:
     """Return the source in a file, folder or glob, or ``None`` if there is none."""
-    path = Path(name).expanduser()
     if path.is_dir():
         for file_name, conversion in _SAVED_ROWS.items():
             if (path / file_name).is_file():
@@ -86,45 +134,37 @@ def _local_source(name: str, choice: SplitChoice) -> Source | None:
                     f"{choice.data_flag} {name}: folders of save_to_disk are not read; write the "
                     f"rows as Parquet: {conversion.format(path=path)}"
                 )
-        if choice.is_named or has_hub_layout(path):
-            return folder_source(name, path, None, choice)
+        if choice.is_named or _has_hub_layout(path):
+            return _folder_source(name, path, choice)
 
     source = _file_source(name, path, choice)
     if source is not None:
         return source
 
-    head, _, configuration = name.rpartition(":")
-    folder = Path(head).expanduser()
-    if head and folder.is_dir():
-        return folder_source(name, folder, configuration, choice)
+    head, _, configuration = str(path).rpartition(":")
+    if head and Path(head).is_dir():
+        return _folder_source(name, Path(head), choice, configuration or None)
     return None
-
-
-def _looks_local(name: str, choice: SplitChoice) -> bool:
-    """Return whether a name can only be a path."""
-    return (
-        is_readable(Path(name), choice.text_suffixes)
-        or name.startswith((".", "/", "~"))
-        or any(character in name for character in "*?[")
-        or Path(name).exists()
-    )
 
 
 def _file_source(name: str, path: Path, choice: SplitChoice) -> Source | None:
     """Return the records of a file, folder or glob; ``None`` if no file can be read."""
     if path.is_file():
-        matches = {path}
+        matches = [path]
     elif path.is_dir():
-        matches = _without_descriptions(set(visible_files(path)), choice.text_suffixes)
+        matches = [file for file in _visible_files(path) if file.name not in _DESCRIPTIONS]
     else:
         # Path.glob takes no absolute patterns.
-        names = glob.iglob(str(path), recursive=True)  # noqa: PTH207
-        matches = {match for match in map(Path, names) if match.is_file()}
+        names = set(glob.iglob(str(path), recursive=True))  # noqa: PTH207
+        matches = sorted(match for match in map(Path, names) if match.is_file())
 
-    readable = sorted(file for file in matches if is_readable(file, choice.text_suffixes))
-    unread = sorted(matches.difference(readable))
+    kinds = {file: kind_of(file, choice.text_suffixes) for file in matches}
+    if path.is_dir() and not {None, ".txt", ".md"}.issuperset(kinds.values()):
+        # Next to records, a README.md describes them. Next to texts, it is one of them.
+        kinds = {file: kind for file, kind in kinds.items() if file.name.lower() != "readme.md"}
+    unread = [file for file, kind in kinds.items() if kind is None]
     for file in unread:
-        conversion = _CONVERSIONS.get(split_suffix(file).kind)
+        conversion = _CONVERSIONS.get(split_suffix(file)[0])
         if conversion is not None:
             raise UserError(
                 f"{choice.data_flag} {name}: '{suffix_of(file)}' files are not read; convert them "
@@ -135,44 +175,135 @@ def _file_source(name: str, path: Path, choice: SplitChoice) -> Source | None:
             f"{choice.data_flag} {name}: cannot read '{suffix_of(path)}' files; convert it to one "
             f"of {READABLE}, or read it as text with --text_suffixes."
         )
+
+    readable = {file: kind for file, kind in kinds.items() if kind is not None}
     if not readable:
         return None
 
-    kinds = {file: split_suffix(file).kind for file in readable}
-    kinds |= {file: ".txt" for file, kind in kinds.items() if kind in choice.text_suffixes}
+    def records(field: str | None) -> Iterator[Record]:
+        for file, kind in readable.items():
+            yield from read_file(file, kind, field)
+
+    # The fingerprint has no names. So a data set may be moved.
+    labels = {file: kind + split_suffix(file)[1] for file, kind in readable.items()}
     return Source(
         name,
-        fingerprint=partial(_fingerprint_of_files, kinds),
-        records=partial(_read_files, kinds),
+        fingerprint=lambda: _digest_of_files(labels),
+        records=records,
         flag=choice.data_flag,
-        has_artificial_nulls=".parquet" in kinds.values(),
+        has_artificial_nulls=".parquet" in readable.values(),
         unread_files=Counter(map(suffix_of, unread)),
     )
 
 
-def _without_descriptions(paths: set[Path], text_suffixes: Sequence[str]) -> set[Path]:
-    """Leave out files that describe the data of a folder.
-
-    A README.md is a document like others if all files are text.
-    """
-    described = {path for path in paths if path.name not in _DESCRIPTIONS}
-    are_records = any(
-        is_readable(path) and suffix_of(path) not in (".txt", ".md", *text_suffixes)
-        for path in described
-    )
-    if not are_records:
-        return described
-    return {path for path in described if path.name.lower() != "readme.md"}
+def _visible_files(folder: Path) -> list[Path]:
+    """Return the files in a folder and its subfolders, but no hidden ones, such as those of git."""
+    files = []
+    for path in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not is_hidden:
+            files.append(path)
+    return files
 
 
-def _fingerprint_of_files(kinds: Mapping[Path, str]) -> str:
-    """Hash the content of files and their kinds, but no names. So a data set may be moved."""
+def _digest_of_files(labels: Mapping[Path, str]) -> str:
+    """Hash the content of files, and a label for each."""
     digest = hashlib.sha256()
-    for path, kind in kinds.items():
-        digest.update((kind + split_suffix(path).compression).encode() + digest_of(path))
+    for path, label in labels.items():
+        digest.update(os.fsencode(label) + b"\0" + file_digest(path))
     return digest.hexdigest()
 
 
-def _read_files(kinds: Mapping[Path, str], field: str | None) -> Iterator[Record]:
-    for path, kind in kinds.items():
-        yield from read_file(path, kind, field)
+# --- data sets that ``datasets`` loads
+
+
+def _folder_source(
+    name: str, folder: Path, choice: SplitChoice, configuration: str | None = None
+) -> Source:
+    """Return a split of a folder."""
+
+    def fingerprint() -> str:
+        labels = {path: str(path.relative_to(folder)) for path in _visible_files(folder)}
+        selection = json_text([configuration, choice.split, _digest_of_files(labels)])
+        return hashlib.sha256(selection.encode()).hexdigest()
+
+    source = _split_source(name, str(folder), choice, configuration=configuration)
+    return replace(source, fingerprint=fingerprint)
+
+
+def _split_source(
+    name: str,
+    path: str,
+    choice: SplitChoice,
+    configuration: str | None = None,
+    revision: str | None = None,
+) -> Source:
+    """Return a split of a data set on the hub or in a folder. It is loaded when it is needed.
+
+    Args:
+        name: the name of the source.
+        path: the part of it that is the name on the hub, or the path of the folder.
+        choice: the split to read.
+        configuration: the configuration; ``None`` for the only one.
+        revision: a branch, tag or commit on the hub; ``None`` for the newest commit.
+    """
+
+    @functools.cache
+    def splits() -> "datasets.DatasetDict":
+        loaded = _load_splits(path, configuration, revision, place=f"{choice.data_flag} {name}")
+        if choice.split not in loaded:
+            similar = [split for split in loaded if choice.split in split]
+            example = [*similar, *loaded, choice.split][0]
+            raise UserError(
+                f"{choice.data_flag} {name} has no split '{choice.split}', but "
+                f"{', '.join(loaded)}; choose one with {choice.split_flag} {example}."
+            )
+        return loaded
+
+    split = "" if choice.split == "train" else f"{choice.split} "
+    source = dataset_source(name, lambda: splits()[choice.split], place=f"{name}, {split}row")
+    return replace(
+        source,
+        flag=choice.data_flag,
+        has_splits=True,
+        other_splits=lambda: [str(split) for split in splits() if split != choice.split],
+    )
+
+
+def _has_hub_layout(folder: Path) -> bool:
+    """Return whether the files of a folder are named as in a data set on the hub."""
+    paths = [*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]
+    if any(_SHARD.fullmatch(path.name) for path in paths):
+        return True
+    readme = folder / "README.md"
+    return readme.is_file() and bool(_CONFIGURATIONS.match(readme.read_text(errors="replace")))
+
+
+def _load_splits(
+    path: str, configuration: str | None, revision: str | None, place: str
+) -> "datasets.DatasetDict":
+    """Load the splits of a data set on the hub or in a folder.
+
+    Raises:
+        UserError: with the place (the flag and the name), if there is no such data set or
+            configuration.
+    """
+    import datasets  # slow to import, and needed only here
+
+    if not can_show_bars():
+        datasets.disable_progress_bars()
+    try:
+        splits = datasets.load_dataset(path, configuration, revision=revision)
+    except Exception as error:  # of many types
+        failure = "is not a file or folder, and the hub answered"
+        if Path(path).is_dir():
+            failure = "cannot be loaded"
+        # A file that cannot be parsed is the cause of "An error occurred while generating ...".
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
+        reason = hub_error(cause or error).rstrip(".")
+        if isinstance(error, ValueError):  # also if a configuration is missing or wrong
+            with contextlib.suppress(Exception):  # the first error says more
+                names = datasets.get_dataset_config_names(path, revision=revision)
+                reason += f"; the configurations, for NAME:CONFIGURATION, are {', '.join(names)}"
+        raise UserError(f"{place} {failure}: {reason}.") from None
+    return cast("datasets.DatasetDict", splits)

@@ -1,23 +1,29 @@
 """Read the records of a file: text, JSON, JSON Lines, CSV or Parquet.
 
-docs/explanation/performance.md says why these are not the readers of ``datasets``.
+A compressed file is decompressed while it is read. docs/explanation/performance.md says why these
+are not the readers of ``datasets``.
 """
 
+import codecs
 import csv
 import io
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
-from llmtrain.data import text_files
-from llmtrain.data.text_files import CODECS, decode, lines_of, open_bytes, split_suffix
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
 
+# The most bytes in a line of JSON Lines or CSV, and characters in a field of CSV. A file without
+# line breaks is then an error, before it fills the memory.
+MAX_LINE_LENGTH = 1 << 28
 _SHOWN_CHARACTERS = 40  # of a value that an error message quotes
 _ROWS_PER_BATCH = 1000  # rows of a parquet file that become Python objects at a time
+# The formats of compressed files, as pyarrow names them.
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 
 class Record(NamedTuple):
@@ -32,15 +38,15 @@ class Record(NamedTuple):
     fields: dict[str, Any]
 
 
-Reader: TypeAlias = Callable[[Path, str | None], Iterator[Record]]
+_Reader: TypeAlias = Callable[[Path, str | None], Iterator[Record]]
 
 
 def read_file(path: Path, kind: str, field: str | None) -> Iterator[Record]:
-    """Yield the records of a file that :func:`is_readable` accepts.
+    """Yield the records of a file.
 
     Args:
         path: the file.
-        kind: a suffix: the file is read as files with it are.
+        kind: a result of :func:`kind_of`: the file is read as files with this suffix are.
         field: the name of the field that is needed; other fields may be left out. Texts without
             fields become the field of this name, by default ``text``.
 
@@ -50,20 +56,39 @@ def read_file(path: Path, kind: str, field: str | None) -> Iterator[Record]:
     try:
         yield from _READERS[kind](path, field)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror or first_line(error)}.") from None
+        if error.errno is not None:  # of the file system
+            raise UserError(f"{path}: {error.strerror}.") from None
+        raise UserError(
+            f"{path} is damaged ({first_line(error).rstrip('.')}); copy or download it again."
+        ) from None
 
 
-def is_readable(path: Path, text_suffixes: Collection[str] = ()) -> bool:
-    """Return whether the end of a file's name says that it can be read, if need be as text."""
-    suffix = split_suffix(path)
-    if suffix.kind in text_suffixes:
-        return True
-    return suffix.kind in _READERS and not (suffix.compression and suffix.kind == ".parquet")
+def split_suffix(path: Path) -> tuple[str, str]:
+    """Return the end of a file's name in lower case, as (".jsonl", ".gz") or (".jsonl", "")."""
+    suffix = path.suffix.lower()
+    if suffix not in _CODECS:
+        return suffix, ""
+    return Path(path.stem).suffix.lower(), suffix
 
 
 def suffix_of(path: Path) -> str:
     """Return the end of a file's name in lower case, such as ``.jsonl`` or ``.jsonl.gz``."""
     return "".join(split_suffix(path))
+
+
+def kind_of(path: Path, text_suffixes: Collection[str] = ()) -> str | None:
+    """Return the suffix of the files that are read as this one is, ``None`` if it cannot be read.
+
+    Args:
+        path: the file, of which only the name matters.
+        text_suffixes: the suffixes of files that are read as text, whatever they are.
+    """
+    suffix, compression = split_suffix(path)
+    if suffix in text_suffixes:
+        return ".txt"
+    if suffix not in _READERS or (compression and suffix == ".parquet"):
+        return None
+    return suffix
 
 
 def shown(value: object) -> str:
@@ -91,28 +116,117 @@ def numbered(records: Iterable[object], place: str, field: str | None = None) ->
         yield Record(f"{place} {number}", fields)
 
 
+# --- bytes and lines
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a file for reading, and decompress it if its name says that it is compressed."""
+    _, compression = split_suffix(path)
+    if not compression:
+        return path.open("rb")
+    if path.stat().st_size == 0:
+        raise OSError("it is empty")  # pyarrow reads it as an empty text
+    import pyarrow
+
+    stream = pyarrow.input_stream(path, compression=_CODECS[compression])
+    return cast(BinaryIO, io.BufferedReader(stream))
+
+
+def _lines_of(path: Path) -> Iterator[str]:
+    """Yield the lines of a file, with their line breaks.
+
+    Raises:
+        UserError: with the number of a line that is not UTF-8, or longer than ``MAX_LINE_LENGTH``.
+    """
+    with _open(path) as file:
+        for number in itertools.count(start=1):
+            raw = file.readline(MAX_LINE_LENGTH + 1)
+            if not raw:
+                return
+            if len(raw) > MAX_LINE_LENGTH:
+                raise UserError(
+                    f"{path}, line {number}: the line is longer than {MAX_LINE_LENGTH:,} bytes; "
+                    "write each record on a line of its own, or split the record."
+                )
+            yield _decode(raw, path, number)
+
+
+def _decode(raw: bytes, path: Path, line: int = 1) -> str:
+    """Decode UTF-8.
+
+    Args:
+        raw: the content of a file, or one line of it.
+        path: the file.
+        line: the number of the first line in ``raw``, from 1.
+
+    Raises:
+        UserError: with the number of the line that is not UTF-8.
+    """
+    if line == 1:
+        if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise UserError(
+                f"{path} is UTF-16, not UTF-8; convert it with iconv -f UTF-16 -t UTF-8."
+            )
+        raw = raw.removeprefix(codecs.BOM_UTF8)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        line += raw.count(b"\n", 0, error.start)
+        byte = raw[error.start]
+        raise UserError(
+            f"{path}, line {line}: byte {byte:#04x} is not UTF-8; convert the file first."
+        ) from None
+
+
+# --- the kinds of files
+
+
 def _read_text(path: Path, field: str | None) -> Iterator[Record]:
     """Yield the file as one record, whose only field has the requested name."""
-    with open_bytes(path) as file:
+    with _open(path) as file:
         raw = file.read()
-    yield Record(str(path), {field or "text": decode(raw, path)})
+    yield Record(str(path), {field or "text": _decode(raw, path)})
 
 
 def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
-    with open_bytes(path) as file:
-        for number, raw in enumerate(lines_of(file, path), start=1):
-            place = f"{path}, line {number}"
-            line = decode(raw, path, number)
-            if not line.strip():
-                continue
-            try:
-                fields = json.loads(line, object_pairs_hook=_object_of)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{place}: not JSON ({_json_reason(error)}).") from None
-            if not isinstance(fields, dict):
-                start = line.strip()[:_SHOWN_CHARACTERS]
-                raise UserError(f"{place}: {start!r} is not a JSON object.")
-            yield Record(place, fields)
+    for number, line in enumerate(_lines_of(path), start=1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            fields = json.loads(line, object_pairs_hook=_object_of)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{place}: not JSON ({_json_reason(error)}).") from None
+        if not isinstance(fields, dict):
+            start = line.strip()[:_SHOWN_CHARACTERS]
+            raise UserError(f"{place}: {start!r} is not a JSON object.")
+        yield Record(place, fields)
+
+
+def _read_json(path: Path, field: str | None) -> Iterator[Record]:
+    """Yield the records of an array, of the array under the key ``data``, or of JSON Lines."""
+    with _open(path) as file:
+        text = _decode(file.read(), path)
+
+    try:
+        content = json.loads(text, object_pairs_hook=_object_of)
+    except (ValueError, RecursionError) as error:
+        reason = _json_reason(error)
+        if reason == "Extra data" and text.lstrip().startswith("{"):
+            yield from _read_jsonl(path, field)
+            return
+        # Other errors, such as a number with too many digits, have no place.
+        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise UserError(f"{path}{line}: not JSON ({reason}).") from None
+
+    del text  # the values take more memory still
+    values = content.get("data") if isinstance(content, dict) else content
+    if not isinstance(values, list) or not values:
+        raise UserError(
+            f"{path} holds {shown(content)}, not an array with records; put them into [ and ], "
+            "under the key 'data', or on the lines of a .jsonl file."
+        )
+    yield from numbered(values, f"{path}, record", field)
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -124,69 +238,33 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
+def _json_reason(error: Exception) -> str:
+    """Return why a text is not JSON, without its place in the text."""
+    return error.msg if isinstance(error, json.JSONDecodeError) else first_line(error)
+
+
+def _read_csv(path: Path, field: str | None) -> Iterator[Record]:
+    csv.field_size_limit(MAX_LINE_LENGTH)
+    reader = csv.DictReader(_lines_of(path), strict=True)
+    try:
+        _check_columns(reader.fieldnames or [], path)
+        for fields in reader:
+            place = f"{path}, line {reader.line_num}"
+            if None in fields:
+                raise UserError(
+                    f"{place}: the line has more fields than the header; put text with commas in "
+                    "quotes."
+                )
+            yield Record(place, fields)
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.reader.line_num}: not CSV ({error}).") from None
+
+
 def _check_columns(names: Iterable[str], path: Path) -> None:
     """Raise :class:`UserError` if two columns of a table have one name."""
     for name, count in Counter(names).items():
         if name and count > 1:  # spreadsheets write empty columns without names
             raise UserError(f"{path}: the column '{name}' is there twice; rename or remove one.")
-
-
-def _json_reason(error: Exception) -> str:
-    """Return why a text is not JSON, without the line and column that the parser adds."""
-    return first_line(error).partition(": line ")[0]
-
-
-def _read_json(path: Path, field: str | None) -> Iterator[Record]:
-    """Yield the records of an array, of the array under the key ``data``, or of JSON Lines."""
-    with open_bytes(path) as file:
-        text = decode(file.read(), path)
-
-    try:
-        content = json.loads(text, object_pairs_hook=_object_of)
-    except (ValueError, RecursionError) as error:
-        if first_line(error).startswith("Extra data") and text.lstrip().startswith("{"):
-            yield from _read_jsonl(path, field)
-            return
-        # Other errors, such as a number with too many digits, have no place.
-        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise UserError(f"{path}{line}: not JSON ({_json_reason(error)}).") from None
-
-    del text  # the values take more memory still
-    values = content.get("data") if isinstance(content, dict) else content
-    if not isinstance(values, list):
-        raise UserError(
-            f"{path} holds {shown(content)}, not an array of records; put records into [ and ], "
-            "under the key 'data', or on the lines of a .jsonl file."
-        )
-    if not values:
-        raise UserError(f"{path}: the array is empty; it must hold records.")
-    yield from numbered(values, f"{path}, record", field)
-
-
-def _read_csv(path: Path, field: str | None) -> Iterator[Record]:
-    csv.field_size_limit(text_files.MAX_LINE_LENGTH)
-    try:
-        with (
-            open_bytes(path) as raw_file,
-            io.TextIOWrapper(raw_file, encoding="utf-8-sig", newline="") as file,
-        ):
-            reader = csv.DictReader(lines_of(file, path), strict=True)
-            _check_columns(reader.fieldnames or [], path)
-            for fields in reader:
-                place = f"{path}, line {reader.line_num}"
-                if None in fields:
-                    raise UserError(
-                        f"{place}: the line has more fields than the header; put text with commas "
-                        "in quotes."
-                    )
-                yield Record(place, fields)
-    except csv.Error as error:
-        raise UserError(f"{path}, line {reader.reader.line_num}: not CSV ({error}).") from None
-    except UnicodeDecodeError:
-        with open_bytes(path) as raw_file:  # once more, to find the line
-            for number, raw in enumerate(lines_of(raw_file, path), start=1):
-                decode(raw, path, number)
-        raise
 
 
 def _read_parquet(path: Path, field: str | None) -> Iterator[Record]:
@@ -201,19 +279,14 @@ def _read_parquet(path: Path, field: str | None) -> Iterator[Record]:
                 for fields in batch.to_pylist():
                     yield Record(f"{path}, row {row}", fields)
                     row += 1
-    except UnicodeDecodeError:
-        column = f"field '{field}'" if field else "a field"
-        raise UserError(f"{path}, row {row} or one of the next: {column} is not UTF-8.") from None
-    except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the file system, not of the content
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise UserError(
-            f"{path} is not a parquet file, or it is damaged ({first_line(error).rstrip('.')}); "
-            "copy or download it again."
+            f"{path}, row {row} or later: not Parquet, or damaged "
+            f"({first_line(error).rstrip('.')}); copy or download it again."
         ) from None
 
 
-_READERS: dict[str, Reader] = {
+_READERS: dict[str, _Reader] = {
     ".txt": _read_text,
     ".md": _read_text,
     ".json": _read_json,
@@ -223,4 +296,4 @@ _READERS: dict[str, Reader] = {
     ".parquet": _read_parquet,  # which compresses its columns itself
 }
 # The files that can be read, for error messages.
-READABLE = f"{' '.join(_READERS)} (all but .parquet also with {' '.join(CODECS)})"
+READABLE = f"{' '.join(_READERS)} (all but .parquet also with {' '.join(_CODECS)})"

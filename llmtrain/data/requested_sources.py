@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from llmtrain.data.columns import rename_columns
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
-from llmtrain.data.dataset_names import open_source
+from llmtrain.data.dataset_names import SplitChoice, open_source
 from llmtrain.data.formats import (
     CONVERSATION_FORMATS,
     FORMATS,
@@ -12,7 +12,7 @@ from llmtrain.data.formats import (
     detect_format,
     is_plain_text,
 )
-from llmtrain.data.sources import Source, SplitChoice
+from llmtrain.data.sources import Source
 from llmtrain.data.splits import Split
 from llmtrain.errors import UserError
 

@@ -1,39 +1,27 @@
 """A source: records in a fixed order, with a fingerprint.
 
 By the fingerprint, rows that were made from a source are found in the cache without reading its
-records. :mod:`llmtrain.data.dataset_names` opens the source that a flag names, and
-:mod:`llmtrain.data.recipe_records` one of a recipe that has its own data.
+records. :mod:`llmtrain.data.dataset_names` opens the source that a flag names.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from llmtrain.data.readers import Record, shown
+from llmtrain.data.readers import Record, numbered, shown
 from llmtrain.errors import UserError
+from llmtrain.files import json_text
+from llmtrain.once_per_machine import once_per_machine
+
+if TYPE_CHECKING:
+    import datasets
 
 Fields: TypeAlias = dict[str, Any]  # the fields of a record, as they are in its source
-
-
-@dataclass(frozen=True)
-class SplitChoice:
-    """The flags that say what is read of a data set.
-
-    Attributes:
-        split: the split to read.
-        is_named: whether a folder of files is read as a data set with splits, because the user
-            named a split.
-        data_flag: the flag that names the data set.
-        split_flag: the flag that names the split.
-        text_suffixes: the suffixes of files that are read as text, whatever they are.
-    """
-
-    split: str = "train"
-    is_named: bool = False
-    data_flag: str = "--dataset"
-    split_flag: str = "--dataset_train_split"
-    text_suffixes: Sequence[str] = ()
+# What a recipe passes: a function that yields records, a datasets.Dataset, or a list.
+PythonRecords: TypeAlias = Callable[[], Iterable[str | Fields]] | Iterable[str | Fields]
 
 
 @dataclass(frozen=True)
@@ -105,3 +93,107 @@ def documents(source: Source, field: str) -> Iterator[str]:
                 f"{place}: field '{field}' holds half of a surrogate pair, which is not valid text."
             ) from None
         yield text
+
+
+def dataset_source(name: str, load: Callable[[], "datasets.Dataset"], place: str) -> Source:
+    """Return the rows of a ``datasets.Dataset``.
+
+    Args:
+        name: the name of the source.
+        load: returns the data set, the same one each time.
+        place: what error messages write before the number of a row.
+    """
+
+    def fingerprint() -> str:
+        return hashlib.sha256(load()._fingerprint.encode()).hexdigest()
+
+    def records(field: str | None) -> Iterator[Record]:
+        dataset = load()
+        if field in dataset.column_names:
+            dataset = dataset.select_columns([field])
+        return numbered(dataset, place, field)
+
+    return Source(name, fingerprint, records, has_artificial_nulls=True)
+
+
+def records_source(records: PythonRecords, fingerprint: str | None = None) -> Source:
+    """Return the records that a recipe has in Python.
+
+    Args:
+        records: a ``datasets.Dataset``, a function that yields texts or dictionaries of fields, or
+            a list of these. They must always be the same, in the same order.
+        fingerprint: a name that the recipe changes whenever it changes the records. Without it, all
+            records are read at each start, to notice changes; see :func:`once_per_machine`.
+
+    Raises:
+        UserError: if ``records`` is something else, or if it can be read only once.
+    """
+    datasets = sys.modules.get("datasets")  # whoever has such an object has imported its module
+    if datasets is not None and isinstance(records, datasets.Dataset):
+        source = dataset_source("records", lambda: records, place="records, row")
+    else:
+        is_streamed = datasets is not None and isinstance(records, datasets.IterableDataset)
+        source = _iterated_source(records, is_streamed)
+    if fingerprint is None:
+        return source
+    # Other recipes may use the same name. Nulls with another meaning make other rows.
+    named = json_text([_definition_of(records), source.has_artificial_nulls, fingerprint])
+    digest = hashlib.sha256(named.encode()).hexdigest()
+    return replace(source, fingerprint=lambda: digest)
+
+
+def _iterated_source(records: PythonRecords, is_streamed: bool) -> Source:
+    """Return the records that a function or an iteration yields.
+
+    If they come from a ``datasets.IterableDataset``, nulls may stand for absent keys.
+    """
+    if callable(records):
+        function = records
+        name = getattr(records, "__name__", "records")  # some callables have no name
+        place = f"{name}(), record"
+    else:
+        _check_repeatable(records)
+        function = functools.partial(iter, records)
+        name = "records"
+        place = "records, record"
+
+    def digest_of_records() -> str:
+        # A function whose name stays the same may have changed. Nulls with another meaning make
+        # other rows.
+        digest = hashlib.sha256(b"streamed\n" if is_streamed else b"")
+        for record in function():
+            digest.update(json_text(record, default=repr).encode() + b"\n")
+        return digest.hexdigest()
+
+    @functools.cache
+    def fingerprint() -> str:
+        if isinstance(records, list | tuple):  # which is read at once
+            return digest_of_records()
+        return once_per_machine(f"fingerprint of {_definition_of(records)}", digest_of_records)
+
+    return Source(
+        name,
+        fingerprint,
+        records=lambda field: numbered(function(), place, field),
+        has_artificial_nulls=is_streamed,
+    )
+
+
+def _check_repeatable(records: object) -> None:
+    """Raise :class:`UserError` if iterating twice does not yield the same records in one order."""
+    # A mapping and a table of pandas yield names, a set has no order, and a generator ends.
+    is_wrong = isinstance(records, str | bytes | set | frozenset) or hasattr(records, "keys")
+    if is_wrong or not isinstance(records, Iterable) or iter(records) is records:
+        raise UserError(
+            f"tokenize(records=...) cannot read a {type(records).__name__}, because it reads "
+            "records several times, in one order; pass a datasets.Dataset, a list of texts or of "
+            "dictionaries, or a function that returns or yields them."
+        )
+
+
+def _definition_of(records: object) -> str:
+    """Return the name of a function, or of the class of an object, and where it is defined."""
+    named = records if hasattr(records, "__qualname__") else type(records)
+    code = getattr(records, "__code__", None)
+    line = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+    return f"{named.__module__} {named.__qualname__} {line}"

@@ -10,7 +10,7 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.encoded import SplitStats
 from llmtrain.data.grouping import BATCHES_PER_MEGABATCH
 from llmtrain.data.metadata import DataMetadata, metadata_of
-from llmtrain.data.readers import is_readable, suffix_of
+from llmtrain.data.readers import kind_of, suffix_of
 from llmtrain.data.shuffle import Mixture
 from llmtrain.data.splits import Split
 from llmtrain.data.store import LENGTHS, TOKEN_COLUMNS, Rows, TokenRows, as_matrices
@@ -171,7 +171,7 @@ def short_names(names: Sequence[str]) -> Sequence[str]:
 def _short_name(name: str) -> str:
     """Return the name of a data set without its folders, and without the suffix of a file."""
     path = Path(name)
-    if is_readable(path):
+    if kind_of(path):
         return path.name[: -len(suffix_of(path))]
     return path.name or name
 

@@ -11,9 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from llmtrain.data import text_files
-from llmtrain.data.dataset_names import open_source
-from llmtrain.data.sources import SplitChoice, documents
+from llmtrain.data import readers
+from llmtrain.data.dataset_names import SplitChoice, open_source
+from llmtrain.data.sources import documents
 from llmtrain.errors import UserError
 
 
@@ -134,7 +134,7 @@ def test_a_csv_file_may_have_long_fields_and_columns_without_names(tmp_path):
 
 def test_a_line_of_the_largest_length_is_read(tmp_path, monkeypatch):
     line = '{"text": "abc"}\n'
-    monkeypatch.setattr(text_files, "MAX_LINE_LENGTH", len(line))
+    monkeypatch.setattr(readers, "MAX_LINE_LENGTH", len(line))
     assert read(write(tmp_path / "a.jsonl", line * 3)) == [{"text": "abc"}] * 3
 
 
@@ -154,7 +154,7 @@ BAD_CONTENT = {
     "no-comma.json": ('[{"a": 1}\n{"a": 2}]', "line 2"),
     "text-after.json": ('[{"a": 1}]\n\n[]', "line 3"),
     "mixed.json": ('[{"a": 1}, [2]]', "record 1"),
-    "other-key.json": ('{"rows": [{"a": 1}], "n": 3}', "not an array of records"),
+    "other-key.json": ('{"rows": [{"a": 1}], "n": 3}', "not an array with records"),
     "half-lines.json": ('{"a": 1}\n{"a": 2}\noops\n', "line 3"),
     # Lines.
     "cut.jsonl": ('{"text": "a"}\n\n{"text": "b', "line 3"),
@@ -175,11 +175,11 @@ BAD_CONTENT = {
     "two-encodings.md": (BOM + b"one\r\n\r\n\xe9\r\n", "line 3: byte 0xe9"),
     "cut-character.txt": ("one\ntwö".encode()[:-1], "line 2: byte 0xc3"),
     # Parquet.
-    "cut.parquet": (PARQUET[:-20], "not a parquet file"),
+    "cut.parquet": (PARQUET[:-20], "not Parquet, or damaged"),
     "damaged.parquet": (PARQUET[:20] + b"\x99" * 20 + PARQUET[40:], "damaged"),
     # Compressed files.
-    "cut.jsonl.gz": (gz(LINES * 1000)[:-1], "decompressed"),
-    "no-archive.json.zst": (b"no archive " * 9, "decompressed"),
+    "cut.jsonl.gz": (gz(LINES * 1000)[:-1], "damaged"),
+    "no-archive.json.zst": (b"no archive " * 9, "damaged"),
     "empty.txt.gz": (b"", "empty"),
 }
 
@@ -202,7 +202,7 @@ def test_bad_content_is_an_error_that_names_the_place(tmp_path, name):
     ],
 )
 def test_a_line_that_is_too_long_is_an_error(tmp_path, monkeypatch, name, content, place):
-    monkeypatch.setattr(text_files, "MAX_LINE_LENGTH", 64)
+    monkeypatch.setattr(readers, "MAX_LINE_LENGTH", 64)
     assert place in complaint(write(tmp_path / name, content))
 
 

@@ -9,9 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.data import builtin
-from llmtrain.data.dataset_names import open_source
-from llmtrain.data.recipe_records import records_source
-from llmtrain.data.sources import SplitChoice, documents
+from llmtrain.data.dataset_names import SplitChoice, open_source
+from llmtrain.data.sources import documents, records_source
 from llmtrain.errors import UserError
 
 TEXTS = ["first text\nof two lines", 'ünï — 漢字 🙂, "quoted"', "  spaces   and\r\nan end \n"]
