@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
 from llmtrain.config.flags import Config, flag, require_at_least, require_at_most
-from llmtrain.data.columns import parse_columns
-from llmtrain.data.formats import ConversationFormat
+from llmtrain.data.formats import ConversationFormat, parse_columns
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
 from llmtrain.interfaces.packing_support import PackingSupport

@@ -26,7 +26,7 @@ from llmtrain.data.readers import (
 from llmtrain.data.sources import Source, dataset_source
 from llmtrain.errors import UserError, first_line, hub_error
 from llmtrain.file_digests import file_digest
-from llmtrain.files import json_text, local_path
+from llmtrain.files import local_path
 
 if TYPE_CHECKING:
     import datasets
@@ -36,16 +36,12 @@ _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
 # How files that are not read become files that are, by their suffix.
 _CONVERSIONS = {
     ".tsv": "pandas.read_csv('{path}', sep='\\t', dtype=str, keep_default_na=False)"
-    ".to_csv('{target}.csv', index=False)",
-    ".arrow": "datasets.load_dataset('arrow', data_files='{path}', split='train')"
-    ".to_parquet('{target}.parquet')",
+    ".to_csv('{path.stem}.csv', index=False)",
+    # Also of folders of save_to_disk.
+    ".arrow": "datasets.load_dataset('arrow', data_files='{path.parent}/*.arrow', split='train')"
+    ".to_parquet('{path.parent.name}.parquet')",
     ".bz2": "bunzip2 --keep '{path}'",
     ".xz": "unxz --keep '{path}'",
-}
-# The same for folders of save_to_disk, by a file in them.
-_SAVED_ROWS = {
-    "dataset_dict.json": "datasets.load_from_disk('{path}')['train'].to_parquet('train.parquet')",
-    "state.json": "datasets.load_from_disk('{path}').to_parquet('train.parquet')",
 }
 # Files of a data set on the hub: SPLIT-00000-of-00001.parquet. Its README.md lists other files.
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.parquet")
@@ -127,15 +123,8 @@ def _builtin_source(name: str, flag: str) -> Source:
 
 def _local_source(name: str, path: Path, choice: SplitChoice) -> Source | None:
     """Return the source in a file, folder or glob, or ``None`` if there is none."""
-    if path.is_dir():
-        for file_name, conversion in _SAVED_ROWS.items():
-            if (path / file_name).is_file():
-                raise UserError(
-                    f"{choice.data_flag} {name}: folders of save_to_disk are not read; write the "
-                    f"rows as Parquet: {conversion.format(path=path)}"
-                )
-        if choice.is_named or _has_hub_layout(path):
-            return _folder_source(name, path, choice)
+    if path.is_dir() and (choice.is_named or _has_hub_layout(path)):
+        return _split_source(name, str(path), choice)
 
     source = _file_source(name, path, choice)
     if source is not None:
@@ -143,7 +132,7 @@ def _local_source(name: str, path: Path, choice: SplitChoice) -> Source | None:
 
     head, _, configuration = str(path).rpartition(":")
     if head and Path(head).is_dir():
-        return _folder_source(name, Path(head), choice, configuration or None)
+        return _split_source(name, head, choice, configuration or None)
     return None
 
 
@@ -168,14 +157,8 @@ def _file_source(name: str, path: Path, choice: SplitChoice) -> Source | None:
         if conversion is not None:
             raise UserError(
                 f"{choice.data_flag} {name}: '{suffix_of(file)}' files are not read; convert them "
-                f"to JSONL, CSV or Parquet: {conversion.format(path=file, target=file.stem)}"
+                f"to JSONL, CSV or Parquet: {conversion.format(path=file)}"
             )
-    if path.is_file() and unread:
-        raise UserError(
-            f"{choice.data_flag} {name}: cannot read '{suffix_of(path)}' files; convert it to one "
-            f"of {READABLE}, or read it as text with --text_suffixes."
-        )
-
     readable = {file: kind for file, kind in kinds.items() if kind is not None}
     if not readable:
         return None
@@ -206,29 +189,15 @@ def _visible_files(folder: Path) -> list[Path]:
     return files
 
 
-def _digest_of_files(labels: Mapping[Path, str]) -> str:
-    """Hash the content of files, and a label for each."""
-    digest = hashlib.sha256()
+def _digest_of_files(labels: Mapping[Path, str], selection: str = "") -> str:
+    """Hash the content of files with a label for each, and what is read of them."""
+    digest = hashlib.sha256(selection.encode())
     for path, label in labels.items():
         digest.update(os.fsencode(label) + b"\0" + file_digest(path))
     return digest.hexdigest()
 
 
 # --- data sets that ``datasets`` loads
-
-
-def _folder_source(
-    name: str, folder: Path, choice: SplitChoice, configuration: str | None = None
-) -> Source:
-    """Return a split of a folder."""
-
-    def fingerprint() -> str:
-        labels = {path: str(path.relative_to(folder)) for path in _visible_files(folder)}
-        selection = json_text([configuration, choice.split, _digest_of_files(labels)])
-        return hashlib.sha256(selection.encode()).hexdigest()
-
-    source = _split_source(name, str(folder), choice, configuration=configuration)
-    return replace(source, fingerprint=fingerprint)
 
 
 def _split_source(
@@ -252,28 +221,34 @@ def _split_source(
     def splits() -> "datasets.DatasetDict":
         loaded = _load_splits(path, configuration, revision, place=f"{choice.data_flag} {name}")
         if choice.split not in loaded:
-            similar = [split for split in loaded if choice.split in split]
-            example = [*similar, *loaded, choice.split][0]
             raise UserError(
                 f"{choice.data_flag} {name} has no split '{choice.split}', but "
-                f"{', '.join(loaded)}; choose one with {choice.split_flag} {example}."
+                f"{', '.join(loaded)}; choose one with {choice.split_flag}."
             )
         return loaded
 
     split = "" if choice.split == "train" else f"{choice.split} "
-    source = dataset_source(name, lambda: splits()[choice.split], place=f"{name}, {split}row")
-    return replace(
-        source,
+    source = replace(
+        dataset_source(name, lambda: splits()[choice.split], place=f"{name}, {split}row"),
         flag=choice.data_flag,
         has_splits=True,
         other_splits=lambda: [str(split) for split in splits() if split != choice.split],
     )
+    folder = Path(path)
+    if not folder.is_dir():
+        return source
+
+    def fingerprint() -> str:
+        labels = {file: str(file.relative_to(folder)) for file in _visible_files(folder)}
+        return _digest_of_files(labels, f"{configuration} {choice.split}")
+
+    return replace(source, fingerprint=fingerprint)
 
 
 def _has_hub_layout(folder: Path) -> bool:
     """Return whether the files of a folder are named as in a data set on the hub."""
-    paths = [*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]
-    if any(_SHARD.fullmatch(path.name) for path in paths):
+    files = [*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]
+    if any(_SHARD.fullmatch(file.name) for file in files):
         return True
     readme = folder / "README.md"
     return readme.is_file() and bool(_CONFIGURATIONS.match(readme.read_text(errors="replace")))

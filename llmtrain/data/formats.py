@@ -1,33 +1,47 @@
 """The formats of records, and how a record becomes a conversation or preference data.
 
-To add a format of conversations, write a function that reads it, and add its name to
-:data:`ConversationFormat` and its entry to :data:`CONVERSATION_FORMATS`.
+To add a format of conversations, add its name to :data:`ConversationFormat`, its fields to
+:data:`CONVERSATION_FORMATS` and its messages to :func:`conversation_of`.
 """
 
 from __future__ import annotations  # so that the flags do not import the sources
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from llmtrain.data.messages import (
     BadRecord,
     Message,
     check_weights_of_turns,
-    common_beginning,
     field_of,
     from_json,
     is_untrained,
     parse_messages,
     without_none,
-    without_prompt,
 )
+from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
     from llmtrain.data.sources import Fields
 
 ConversationFormat: TypeAlias = Literal["messages", "prompt_completion", "sharegpt", "alpaca"]
+# The fields that every record of a format has. They tell the format: the first that fits.
+CONVERSATION_FORMATS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+}
+PREFERENCE_FORMATS: dict[str, tuple[str, ...]] = {
+    "pairs": ("chosen", "rejected"),
+    "labelled_answers": ("prompt", "completion", "label"),
+}
+# The fields that may hold a prompt to answer.
+PROMPT_FIELDS = ("prompt", "messages", "conversations")
+_FIELDS = itertools.chain(*CONVERSATION_FORMATS.values(), *PREFERENCE_FORMATS.values())
+# The fields to which --columns can give another name.
+RECORD_FIELDS = tuple(dict.fromkeys(["text", *_FIELDS, "input", "system", "tools"]))
 
 
 class Conversation(NamedTuple):
@@ -79,161 +93,28 @@ class PreferenceRecord(NamedTuple):
         return [*self.prompt, *itertools.chain.from_iterable(self.answers)]
 
 
-R = TypeVar("R", Conversation, PreferenceRecord)
+def parse_columns(words: Sequence[str]) -> dict[str, str]:
+    """Return the name of each field in the data by its name in a format: ``--columns``.
 
-
-@dataclass(frozen=True)
-class Format(Generic[R]):
-    """A format of records.
-
-    Attributes:
-        fields: the fields that every record has. They tell the format.
-        read: reads a record whose fields are not ``None``. It raises :class:`BadRecord` if the
-            record does not have this format.
-        optional: the fields that a record may have, too.
+    Raises:
+        UserError: if a word is not ``OURS=THEIRS``, or if a name is used twice.
     """
-
-    fields: tuple[str, ...]
-    read: Callable[[Fields], R]
-    optional: tuple[str, ...] = ()
-
-    def fits(self, fields: Collection[str]) -> bool:
-        """Return whether all fields of the format are among these."""
-        return set(self.fields) <= set(fields)
-
-    @property
-    def all_fields(self) -> tuple[str, ...]:
-        """The fields that every record has, and those that it may have."""
-        return (*self.fields, *self.optional)
-
-    @property
-    def can_be_plain_text(self) -> bool:
-        """Whether :func:`is_plain_text` holds for some records."""
-        return "prompt" in self.all_fields
-
-
-def _read_messages(record: Fields) -> Conversation:
-    return _conversation(record, field_of(record, "messages", list))
-
-
-def _read_prompt_completion(record: Fields) -> Conversation:
-    """Read a prompt and a completion, each of which is a text or a list of messages."""
-    prompt = _raw_messages(record, "prompt", role="user")
-    completion = _raw_messages(record, "completion", role="assistant")
-    return _conversation(
-        record,
-        [*prompt, *completion],
-        is_plain_text=is_plain_text(record),
-        untrained=len(prompt),
-    )
-
-
-def _read_sharegpt(record: Fields) -> Conversation:
-    raw_messages = [*_system_message(record), *field_of(record, "conversations", list)]
-    return _conversation(record, raw_messages)
-
-
-def _read_alpaca(record: Fields) -> Conversation:
-    instruction = field_of(record, "instruction", str)
-    context = field_of(record, "input", str, default="")
-    question = "\n\n".join(filter(None, [instruction, context]))
-    raw_messages = [
-        *_system_message(record),
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": field_of(record, "output", str)},
-    ]
-    return _conversation(record, raw_messages)
-
-
-def _read_answers(record: Fields, *fields: str) -> PreferenceRecord:
-    """Read two answers to compare, or a single one with a label.
-
-    Each answer is a text or a list of messages, and messages may repeat the prompt. Without a
-    ``prompt`` field, two answers must be complete conversations. Then the prompt is the messages
-    with which both begin.
-    """
-    answers = [_messages(record, field, role="assistant") for field in fields]
-    if "prompt" in record:
-        prompt = _messages(record, "prompt", role="user")
-    elif len(answers) == 1:
-        raise BadRecord("the record has no prompt")
-    elif all(isinstance(record[field], list) for field in fields):
-        prompt = common_beginning(*answers)
-    else:
-        raise BadRecord(
-            "the record has no prompt, so chosen and rejected must be lists of messages"
-        )
-
-    answers = [without_prompt(answer, prompt) for answer in answers]
-    if len(answers) > 1 and answers[0] == answers[1]:
-        raise BadRecord("chosen and rejected are the same")
-    for field, answer in zip(fields, answers, strict=True):
-        if not answer or answer[0]["role"] != "assistant":
-            raise BadRecord(f"{field} has no assistant message right after the prompt")
-        if any(is_untrained(message) for message in answer):
-            raise BadRecord(
-                f"{field} has a message with weight 0, but all of an answer is compared"
+    columns: dict[str, str] = {}
+    for word in words:
+        # The name in the data may have equals signs of its own.
+        ours, _, theirs = word.partition("=")
+        if ours not in RECORD_FIELDS or not theirs:
+            raise UserError(
+                f"--columns {word}: write OURS=THEIRS, such as prompt=question, with one of "
+                f"{', '.join(RECORD_FIELDS)} on the left."
             )
-    if not prompt and "prompt" not in record:
-        raise BadRecord("chosen and rejected share no prompt")
-    _check_prompt(prompt)
-
-    return PreferenceRecord(
-        prompt=prompt,
-        answers=answers,
-        desirable=len(answers) > 1 or _label(record),
-        tools=_tools(record),
-        is_plain_text=is_plain_text(record),
-    )
+        if ours in columns or theirs in columns.values():
+            raise UserError(f"--columns {word}: a name is there twice; remove one of them.")
+        columns[ours] = theirs
+    return columns
 
 
-# If a record fits two formats, the first wins.
-CONVERSATION_FORMATS: dict[str, Format[Conversation]] = {
-    "messages": Format(
-        fields=("messages",),
-        optional=("tools",),
-        read=_read_messages,
-    ),
-    "prompt_completion": Format(
-        fields=("prompt", "completion"),
-        optional=("tools",),
-        read=_read_prompt_completion,
-    ),
-    "sharegpt": Format(
-        fields=("conversations",),
-        optional=("system", "tools"),
-        read=_read_sharegpt,
-    ),
-    "alpaca": Format(
-        fields=("instruction", "output"),
-        optional=("input", "system", "tools"),
-        read=_read_alpaca,
-    ),
-}
-PREFERENCE_FORMATS: dict[str, Format[PreferenceRecord]] = {
-    "pairs": Format(
-        fields=("chosen", "rejected"),
-        optional=("prompt", "tools"),
-        read=lambda record: _read_answers(record, "chosen", "rejected"),
-    ),
-    "labelled_answers": Format(
-        fields=("prompt", "completion", "label"),
-        optional=("tools",),
-        read=lambda record: _read_answers(record, "completion"),
-    ),
-}
-FORMATS: dict[str, Format[Conversation] | Format[PreferenceRecord]] = {
-    **CONVERSATION_FORMATS,
-    **PREFERENCE_FORMATS,
-}
-_FIELDS_BY_FORMAT = [format.all_fields for format in FORMATS.values()]
-# The fields that may hold a prompt to answer.
-PROMPT_FIELDS = ("prompt", "messages", "conversations")
-# The fields to which --columns can give another name.
-RECORD_FIELDS = tuple(dict.fromkeys(["text", *itertools.chain(*_FIELDS_BY_FORMAT)]))
-
-
-def detect_format(fields: Collection[str], formats: Mapping[str, Format[R]]) -> str | None:
+def detect_format(fields: Collection[str], formats: Mapping[str, tuple[str, ...]]) -> str | None:
     """Detect the format of a record from the names of its fields.
 
     Args:
@@ -243,8 +124,8 @@ def detect_format(fields: Collection[str], formats: Mapping[str, Format[R]]) -> 
     Returns:
         The name of the first format that fits; ``None`` if none does.
     """
-    for name, format in formats.items():
-        if format.fits(fields):
+    for name, needed in formats.items():
+        if set(needed) <= set(fields):
             return name
     return None
 
@@ -284,15 +165,53 @@ def conversation_of(
     """
     record = without_none(record, everywhere=has_artificial_nulls)
     _check_that_no_image_is_lost(record)
-    if is_format_detected:
-        _check_that_only_fits(record, format)
-    return CONVERSATION_FORMATS[format].read(record)
+    others = {name: needed for name, needed in CONVERSATION_FORMATS.items() if name != format}
+    other = detect_format(record, others)
+    if is_format_detected and other:
+        raise BadRecord(
+            f"the record has the fields of two formats, {format} and {other}; choose one with "
+            f"--format {format} or --format {other}"
+        )
+
+    untrained = 0
+    if format == "messages":
+        raw_messages = field_of(record, "messages", list)
+    elif format == "sharegpt":
+        raw_messages = [*_system_message(record), *field_of(record, "conversations", list)]
+    elif format == "alpaca":
+        instruction = field_of(record, "instruction", str)
+        context = field_of(record, "input", str, default="")
+        raw_messages = [
+            *_system_message(record),
+            {"role": "user", "content": "\n\n".join(filter(None, [instruction, context]))},
+            {"role": "assistant", "content": field_of(record, "output", str)},
+        ]
+    else:
+        prompt = _raw_messages(record, "prompt", role="user")
+        untrained = len(prompt)
+        raw_messages = [*prompt, *_raw_messages(record, "completion", role="assistant")]
+
+    messages = parse_messages(raw_messages)
+    if not any(message["role"] == "assistant" for message in messages[untrained:]):
+        part = "completion" if untrained else "conversation"
+        raise BadRecord(f"the {part} has no assistant message")
+    check_weights_of_turns(messages, untrained)
+    return Conversation(
+        messages,
+        _tools(record),
+        is_plain_text=format == "prompt_completion" and is_plain_text(record),
+        untrained=untrained,
+    )
 
 
 def preference_of(
     record: Fields, has_artificial_nulls: bool = False, allows_single: bool = True
 ) -> PreferenceRecord:
-    """Read a record of preference data: a pair, or a single answer with a label.
+    """Read a record of preference data: two answers to compare, or a single one with a label.
+
+    Each answer is a text or a list of messages, and messages may repeat the prompt. Without a
+    ``prompt`` field, two answers must be complete conversations. Then the prompt is the messages
+    with which both begin.
 
     Args:
         record: the fields of the record.
@@ -310,12 +229,45 @@ def preference_of(
             "the record has two answers (chosen, rejected) and a single one (completion, label); "
             "keep one kind"
         )
-    preference = PREFERENCE_FORMATS["pairs" if is_pair else "labelled_answers"].read(record)
-    if not allows_single and len(preference.answers) < 2:
+    fields = ["chosen", "rejected"] if is_pair else ["completion"]
+    answers = [_messages(record, field, role="assistant") for field in fields]
+    if "prompt" in record:
+        prompt = _messages(record, "prompt", role="user")
+    elif is_pair and all(isinstance(record[field], list) for field in fields):
+        prompt = _common_beginning(*answers)
+    else:
+        raise BadRecord(
+            "the record has no prompt, which only chosen and rejected that are lists of messages "
+            "may begin with instead"
+        )
+    for number, answer in enumerate(answers):
+        if answer[: len(prompt)] == prompt:
+            answers[number] = answer[len(prompt) :]
+
+    if is_pair and answers[0] == answers[1]:
+        raise BadRecord("chosen and rejected are the same")
+    for field, answer in zip(fields, answers, strict=True):
+        if not answer or answer[0]["role"] != "assistant":
+            raise BadRecord(f"{field} has no assistant message right after the prompt")
+        if any(is_untrained(message) for message in answer):
+            raise BadRecord(
+                f"{field} has a message with weight 0, but all of an answer is compared"
+            )
+    if not prompt and "prompt" not in record:
+        raise BadRecord("chosen and rejected share no prompt")
+    _check_prompt(prompt)
+    desirable = is_pair or _label(record)
+    if not is_pair and not allows_single:
         raise BadRecord(
             "the record has one answer with a label, but this loss compares two answers"
         )
-    return preference
+    return PreferenceRecord(
+        prompt=prompt,
+        answers=answers,
+        desirable=desirable,
+        tools=_tools(record),
+        is_plain_text=is_plain_text(record),
+    )
 
 
 def prompt_of(record: Fields) -> str | Conversation:
@@ -352,33 +304,6 @@ def _check_that_no_image_is_lost(record: Fields) -> None:
             )
 
 
-def _check_that_only_fits(record: Fields, format: str) -> None:
-    """Raise :class:`BadRecord` if a record has all fields of another format, too."""
-    for other, other_format in CONVERSATION_FORMATS.items():
-        if other != format and other_format.fits(record):
-            raise BadRecord(
-                f"the record has the fields of two formats, {format} and {other}; choose one with "
-                f"--format {format} or --format {other}"
-            )
-
-
-def _conversation(
-    record: Fields,
-    raw_messages: Sequence[object],
-    is_plain_text: bool = False,
-    untrained: int = 0,
-) -> Conversation:
-    """Check the messages of a record, and return them as a conversation with its tools."""
-    if not raw_messages:
-        raise BadRecord("the record has no messages")
-    messages = parse_messages(raw_messages)
-    if not any(message["role"] == "assistant" for message in messages[untrained:]):
-        part = "completion" if untrained else "conversation"
-        raise BadRecord(f"the {part} has no assistant message")
-    check_weights_of_turns(messages, untrained)
-    return Conversation(messages, _tools(record), is_plain_text, untrained)
-
-
 def _check_prompt(prompt: list[Message]) -> None:
     if not prompt:
         raise BadRecord("the prompt is empty")
@@ -386,15 +311,21 @@ def _check_prompt(prompt: list[Message]) -> None:
         raise BadRecord("the prompt ends with an assistant message")
 
 
+def _common_beginning(chosen: list[Message], rejected: list[Message]) -> list[Message]:
+    """Return the messages with which two conversations begin."""
+    pairs = itertools.takewhile(
+        lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)
+    )
+    return [message for message, _ in pairs]
+
+
 def _label(record: Fields) -> bool:
     """Return the label of a single answer. CSV files hold it as text."""
+    values = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
     label = record.get("label")
-    if isinstance(label, str):
-        words = {"true": True, "false": False, "1": True, "0": False}
-        label = words.get(label.lower(), label)
-    if label not in (True, False):
+    if str(label).lower() not in values:
         raise BadRecord(f"field 'label' is {label!r:.40}, not true or false")
-    return bool(label)
+    return values[str(label).lower()]
 
 
 def _system_message(record: Fields) -> list[object]:

@@ -82,8 +82,8 @@ def _message(raw: object, number: int) -> Message:
 
     raw_content = fields.get("content", fields.get("value"))
     raw_calls = fields.get("tool_calls")
-    if role == "function_call":
-        raw_calls = _calls_in_value(raw_content, raw_calls, place)
+    if role == "function_call" and not raw_calls:  # of ShareGPT: the value is a call, or a list
+        raw_calls = raw_content
         raw_content = None
 
     # Without calls the field must be absent: templates test whether it exists.
@@ -92,19 +92,12 @@ def _message(raw: object, number: int) -> Message:
         message["tool_calls"] = tool_calls
 
     for field in REASONING:
-        if field not in message:
-            continue
-        message[field] = _joined(message[field])
-        if not isinstance(message[field], str):
-            raise BadRecord(f"{place}: its {field} is not text")
-
-    content = _joined(raw_content)
-    if content is None and tool_calls:
-        content = ""  # more templates accept empty content than none
-    if not isinstance(content, str):
-        raise BadRecord(f"{place}: its content is not text{_other_kind(content)}")
+        if field in message:
+            message[field] = _text_of(message[field], field, place)
+    if raw_content is None and tool_calls:
+        raw_content = ""  # more templates accept empty content than none
+    content = _text_of(raw_content, "content", place)
     message["content"] = content
-
     if message["role"] == "assistant" and not tool_calls and not content.strip():
         raise BadRecord(f"{place} is empty")
 
@@ -117,44 +110,17 @@ def _message(raw: object, number: int) -> Message:
     return message
 
 
-def _calls_in_value(value: object, tool_calls: object, place: str) -> list[object]:
-    """Return the calls in the value of a ShareGPT message with the role ``function_call``.
-
-    Args:
-        value: JSON text, or what it stands for: an object with a name and arguments, or a list of
-            such objects.
-        tool_calls: the field ``tool_calls`` of the message, which must be absent.
-        place: the message, for error messages.
-    """
-    if tool_calls:
-        raise BadRecord(f"{place} has tool_calls beside the calls in its value")
-    calls = from_json(value)
+def _tool_calls(raw_calls: object, place: str) -> list[Fields]:
+    """Check the tool calls of a message, a call or a list of calls, which may be JSON text."""
+    calls = from_json(raw_calls or [])
     if isinstance(calls, dict):
         calls = [calls]
-    if not isinstance(calls, list) or not calls:
-        raise BadRecord(
-            f"{place}: its value is {value!r:.40}, not JSON of a call or a list of calls"
-        )
-    return calls
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRecord(f"{place}: its calls are {raw_calls!r:.40}, not a list of objects")
+    return [_tool_call(call, place) for call in calls]
 
 
-def _tool_calls(raw_calls: object, place: str) -> list[Fields]:
-    """Check the tool calls of a message and parse their arguments."""
-    if not raw_calls:
-        return []
-    if not isinstance(raw_calls, list) or not all(isinstance(call, dict) for call in raw_calls):
-        raise BadRecord(f"{place}: its tool_calls are {raw_calls!r:.40}, not a list of objects")
-
-    calls = [_tool_call(call) for call in raw_calls]
-    for call in calls:
-        function = call["function"] if isinstance(call.get("function"), dict) else call
-        name = function.get("name")
-        if not isinstance(name, str) or not name:
-            raise BadRecord(f"{place} calls a tool without a name")
-    return calls
-
-
-def _tool_call(raw: Fields) -> Fields:
+def _tool_call(raw: Fields, place: str) -> Fields:
     """Return a call with its arguments as an object, as templates take them.
 
     In the format of OpenAI they are JSON text. Absent, empty and ``null`` arguments are an empty
@@ -162,7 +128,9 @@ def _tool_call(raw: Fields) -> Fields:
     """
     call: Fields = without_none(raw, everywhere=False)
     if isinstance(call.get("function"), dict):
-        return {**call, "function": _tool_call(call["function"])}
+        return {**call, "function": _tool_call(call["function"], place)}
+    if not isinstance(call.get("name"), str) or not call["name"]:
+        raise BadRecord(f"{place} calls a tool without a name")
     arguments = from_json(call.get("arguments") or {})
     if arguments is None:
         arguments = {}
@@ -171,22 +139,16 @@ def _tool_call(raw: Fields) -> Fields:
     return {**call, "arguments": arguments}
 
 
-def _joined(content: object) -> object:
-    """Join a list of text parts into one text. Return other values unchanged."""
+def _text_of(content: object, field: str, place: str) -> str:
+    """Return a text, or a list of text parts as one text."""
+    if isinstance(content, str):
+        return content
     if not isinstance(content, list):
-        return content
-    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return content
+        raise BadRecord(f"{place}: its {field} is {content!r:.40}, not text")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise BadRecord(f"{place}: its {field} has the part {part!r:.40}, which is not text")
     return "".join(field_of(part, "text", str) for part in content)
-
-
-def _other_kind(content: object) -> str:
-    """Return the kind of the first part of a content that is not text, for a message."""
-    parts = content if isinstance(content, list) else []
-    for part in parts:
-        if isinstance(part, dict) and part.get("type") not in ("text", None):
-            return f" alone: it has a part of the type {part['type']!r:.40}"
-    return ""
 
 
 def check_weights_of_turns(messages: list[Message], untrained: int) -> None:
@@ -234,23 +196,6 @@ def other_fields_of(messages: Iterable[Message]) -> Counter[str]:
         if not message.keys() <= _MESSAGE_FIELDS:
             counts.update(message.keys() - _MESSAGE_FIELDS)
     return counts
-
-
-def common_beginning(chosen: list[Message], rejected: list[Message]) -> list[Message]:
-    """Return the messages with which two conversations begin."""
-    beginning = []
-    for message, other in zip(chosen, rejected, strict=False):
-        if message != other:
-            break
-        beginning.append(message)
-    return beginning
-
-
-def without_prompt(answer: list[Message], prompt: list[Message]) -> list[Message]:
-    """Drop the prompt from the beginning of an answer that repeats it."""
-    if answer[: len(prompt)] == prompt:
-        return answer[len(prompt) :]
-    return answer
 
 
 def without_none(value: Any, everywhere: bool) -> Any:

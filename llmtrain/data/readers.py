@@ -163,10 +163,6 @@ def _decode(raw: bytes, path: Path, line: int = 1) -> str:
         UserError: with the number of the line that is not UTF-8.
     """
     if line == 1:
-        if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise UserError(
-                f"{path} is UTF-16, not UTF-8; convert it with iconv -f UTF-16 -t UTF-8."
-            )
         raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         return raw.decode()
@@ -174,7 +170,7 @@ def _decode(raw: bytes, path: Path, line: int = 1) -> str:
         line += raw.count(b"\n", 0, error.start)
         byte = raw[error.start]
         raise UserError(
-            f"{path}, line {line}: byte {byte:#04x} is not UTF-8; convert the file first."
+            f"{path}, line {line}: byte {byte:#04x} is not UTF-8; convert the file with iconv."
         ) from None
 
 
@@ -194,9 +190,9 @@ def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
             continue
         place = f"{path}, line {number}"
         try:
-            fields = json.loads(line, object_pairs_hook=_object_of)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{place}: not JSON ({_json_reason(error)}).") from None
+            fields = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{place}: not JSON ({error.msg}).") from None
         if not isinstance(fields, dict):
             start = line.strip()[:_SHOWN_CHARACTERS]
             raise UserError(f"{place}: {start!r} is not a JSON object.")
@@ -209,15 +205,12 @@ def _read_json(path: Path, field: str | None) -> Iterator[Record]:
         text = _decode(file.read(), path)
 
     try:
-        content = json.loads(text, object_pairs_hook=_object_of)
-    except (ValueError, RecursionError) as error:
-        reason = _json_reason(error)
-        if reason == "Extra data" and text.lstrip().startswith("{"):
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and text.lstrip().startswith("{"):
             yield from _read_jsonl(path, field)
             return
-        # Other errors, such as a number with too many digits, have no place.
-        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
-        raise UserError(f"{path}{line}: not JSON ({reason}).") from None
+        raise UserError(f"{path}, line {error.lineno}: not JSON ({error.msg}).") from None
 
     del text  # the values take more memory still
     values = content.get("data") if isinstance(content, dict) else content
@@ -229,25 +222,15 @@ def _read_json(path: Path, field: str | None) -> Iterator[Record]:
     yield from numbered(values, f"{path}, record", field)
 
 
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, whose keys must differ."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key '{name}' is there twice")
-    return fields
-
-
-def _json_reason(error: Exception) -> str:
-    """Return why a text is not JSON, without its place in the text."""
-    return error.msg if isinstance(error, json.JSONDecodeError) else first_line(error)
-
-
 def _read_csv(path: Path, field: str | None) -> Iterator[Record]:
     csv.field_size_limit(MAX_LINE_LENGTH)
     reader = csv.DictReader(_lines_of(path), strict=True)
     try:
-        _check_columns(reader.fieldnames or [], path)
+        for name, count in Counter(reader.fieldnames).items():
+            if name and count > 1:  # spreadsheets write empty columns without names
+                raise UserError(
+                    f"{path}: the column '{name}' is there twice; rename or remove one."
+                )
         for fields in reader:
             place = f"{path}, line {reader.line_num}"
             if None in fields:
@@ -260,20 +243,12 @@ def _read_csv(path: Path, field: str | None) -> Iterator[Record]:
         raise UserError(f"{path}, line {reader.reader.line_num}: not CSV ({error}).") from None
 
 
-def _check_columns(names: Iterable[str], path: Path) -> None:
-    """Raise :class:`UserError` if two columns of a table have one name."""
-    for name, count in Counter(names).items():
-        if name and count > 1:  # spreadsheets write empty columns without names
-            raise UserError(f"{path}: the column '{name}' is there twice; rename or remove one.")
-
-
 def _read_parquet(path: Path, field: str | None) -> Iterator[Record]:
     import pyarrow.parquet
 
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _check_columns(file.schema_arrow.names, path)
             columns = [field] if field in file.schema_arrow.names else None
             for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
                 for fields in batch.to_pylist():

@@ -1,17 +1,18 @@
 """The data sets of a run: opened, with their fields renamed, and with the format of each."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from llmtrain.data.columns import rename_columns
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.dataset_names import SplitChoice, open_source
 from llmtrain.data.formats import (
     CONVERSATION_FORMATS,
-    FORMATS,
     PREFERENCE_FORMATS,
     detect_format,
     is_plain_text,
 )
+from llmtrain.data.readers import Record
 from llmtrain.data.sources import Source
 from llmtrain.data.splits import Split
 from llmtrain.errors import UserError
@@ -50,7 +51,7 @@ class RequestedSource(NamedTuple):
         """
         if self.format == "text":
             return False
-        if not FORMATS[self.format].can_be_plain_text:
+        if self.format not in ("prompt_completion", *PREFERENCE_FORMATS):
             return True
         first = self.source.first
         return first is None or not is_plain_text(first.fields)
@@ -71,74 +72,97 @@ def requested_sources(
         UserError: if there is no such data set, split or field, or if the records have no format
             that the recipe takes.
     """
-    if own_source is None:
-        train = _training_sources(config)
-    else:
-        train = [own_source]
-    eval = _eval_sources(config)
-    columns = config.column_names
-    text_field = columns.pop("text", config.text_field)
-
-    requested = []
-    for number, source in enumerate(rename_columns([*train, *eval], columns)):
-        split: Split | None = None
-        if eval:
-            split = "train" if number < len(train) else "eval"
-        requested.append(
-            RequestedSource(
-                source,
-                format=_format_of(source, chat, unpaired),
-                only_split=split,
-                text_field=text_field,
-            )
-        )
-    return requested
-
-
-def _training_sources(config: DataConfig) -> list[Source]:
-    # With --dataset_test_split, a folder of files is read as a data set with splits. Its files must
-    # not all be training data.
-    has_test_split = config.dataset_test_split is not None and not config.eval_dataset
-    is_named = config.dataset_train_split is not None
-    choice = SplitChoice(
+    train_choice = SplitChoice(
         config.dataset_train_split or "train",
-        is_named=is_named or has_test_split,
+        is_named=config.dataset_train_split is not None,
         text_suffixes=config.text_suffixes,
     )
-    sources = [open_source(name, choice) for name in config.dataset]
-    if is_named:
-        _check_splits(sources, choice)
-    return sources
-
-
-def _eval_sources(config: DataConfig) -> list[Source]:
-    """Open the data sets to evaluate on; none if a share of the training data is for that."""
-    is_named = config.dataset_test_split is not None
-    if not config.eval_dataset and not is_named:
-        return []
-    choice = SplitChoice(
+    eval_choice = SplitChoice(
         config.dataset_test_split or "test",
-        is_named=is_named,
+        is_named=config.dataset_test_split is not None,
         data_flag="--eval_dataset" if config.eval_dataset and config.dataset else "--dataset",
         split_flag="--dataset_test_split",
         text_suffixes=config.text_suffixes,
     )
-    sources = [open_source(name, choice) for name in config.eval_dataset or config.dataset]
-    if is_named:
-        _check_splits(sources, choice)
+    eval: list[Source] = []
     if config.eval_dataset:
-        return sources
-    return [source for source in sources if source.has_splits]
+        eval = _open_sources(config.eval_dataset, eval_choice)
+    elif eval_choice.is_named:
+        eval = [one for one in _open_sources(config.dataset, eval_choice) if one.has_splits]
+        # Nor are all files of a folder with splits training data.
+        train_choice = replace(train_choice, is_named=True)
+    if own_source is None:
+        train = _open_sources(config.dataset, train_choice)
+    else:
+        train = [own_source]
+
+    columns = config.column_names
+    text_field = columns.pop("text", config.text_field)
+    requested = []
+    for number, source in enumerate(_rename_columns([*train, *eval], columns)):
+        only_split: Split | None = None
+        if eval:
+            only_split = "train" if number < len(train) else "eval"
+        format = _format_of(source, chat, unpaired)
+        requested.append(RequestedSource(source, format, only_split, text_field))
+    return requested
 
 
-def _check_splits(sources: list[Source], choice: SplitChoice) -> None:
-    """Check that some data set has the splits among which the user chose one."""
-    if not any(source.has_splits for source in sources):
-        names = " ".join(source.name for source in sources)
+def _open_sources(names: Sequence[str], choice: SplitChoice) -> list[Source]:
+    """Open data sets, some of which must have the splits among which the user chose one."""
+    sources = [open_source(name, choice) for name in names]
+    if choice.is_named and not any(source.has_splits for source in sources):
         raise UserError(
-            f"{choice.split_flag} {choice.split}: {names} has no splits, which data sets of the "
-            "hub and folders have; leave the flag out, or name eval files with --eval_dataset."
+            f"{choice.split_flag} {choice.split}: {' '.join(names)} has no splits, which data sets "
+            "of the hub and folders have; leave the flag out, or name eval files with "
+            "--eval_dataset."
         )
+    return sources
+
+
+def _rename_columns(sources: Sequence[Source], columns: Mapping[str, str]) -> list[Source]:
+    """Return sources whose fields have our names: ``--columns``.
+
+    A source that has none of the fields stays as it is: it may hold text, or have our names. The
+    first record of each source decides.
+
+    Raises:
+        UserError: with the place of a record that has only some of the fields, or of the first
+            record of all if no source has any.
+    """
+    if not columns:
+        return [*sources]  # no record needs to be read
+
+    theirs = set(columns.values())
+    has_fields = [bool(source.first and theirs & source.first.fields.keys()) for source in sources]
+    renamed = []
+    for source, has_some in zip(sources, has_fields, strict=True):
+        # If no source has any of the fields, the first record of all says what it has instead.
+        if source.first and (has_some or not any(has_fields)):
+            place, fields = source.first
+            for name, their_name in columns.items():
+                if their_name not in fields:
+                    raise UserError(
+                        f"{place}: no field '{their_name}' for --columns {name}={their_name}; the "
+                        f"record has {', '.join(map(str, fields))}."
+                    )
+        renamed.append(_with_columns(source, columns) if has_some else source)
+    return renamed
+
+
+def _with_columns(source: Source, columns: Mapping[str, str]) -> Source:
+    """Rename the fields of a source. A field that has the new name of another one is left out."""
+    names = {*columns, *columns.values()}
+
+    def records(_: str | None) -> Iterator[Record]:
+        for place, fields in source.records(None):
+            renamed = {name: value for name, value in fields.items() if name not in names}
+            for ours, theirs in columns.items():
+                if theirs in fields:
+                    renamed[ours] = fields[theirs]
+            yield Record(place, renamed)
+
+    return replace(source, records=records)
 
 
 def _format_of(source: Source, chat: RowConfig | None, unpaired: bool) -> str:
@@ -146,25 +170,22 @@ def _format_of(source: Source, chat: RowConfig | None, unpaired: bool) -> str:
 
     Records that are neither conversations nor preference data are ``text``.
     """
-    if isinstance(chat, PairConfig):
-        return _preference_format_of(source, unpaired)
-    if not isinstance(chat, ChatConfig):
+    if chat is None:
         return "text"
-    if chat.format != "auto":
+    if isinstance(chat, ChatConfig) and chat.format != "auto":
         return chat.format
-    return detect_format(_first_fields(source), CONVERSATION_FORMATS) or "text"
+    if source.first is None:
+        raise UserError(f"{source.flag} {source.name} holds no records.")
 
-
-def _preference_format_of(source: Source, unpaired: bool) -> str:
-    """Return the format of preference data."""
-    fields = _first_fields(source)
+    fields = source.first.fields
+    if not isinstance(chat, PairConfig):
+        return detect_format(fields, CONVERSATION_FORMATS) or "text"
     format = detect_format(fields, PREFERENCE_FORMATS)
     if format is None:
-        names = ", ".join(map(str, fields)) or "no fields"
-        needed = [", ".join(format.fields) for format in PREFERENCE_FORMATS.values()]
+        needed = "; or ".join(map(", ".join, PREFERENCE_FORMATS.values()))
         raise UserError(
-            f"{source.flag} {source.name} is not preference data: its first record has {names}. "
-            f"Records need the fields {'; or '.join(needed)}."
+            f"{source.flag} {source.name} is not preference data: its first record has "
+            f"{', '.join(map(str, fields)) or 'no fields'}. Records need the fields {needed}."
         )
     if format == "labelled_answers" and not unpaired:
         raise UserError(
@@ -172,11 +193,3 @@ def _preference_format_of(source: Source, unpaired: bool) -> str:
             "two answers: use --loss_type kto."
         )
     return format
-
-
-def _first_fields(source: Source) -> list[str]:
-    """Return the names of the fields of the first record."""
-    first = source.first
-    if first is None:
-        raise UserError(f"{source.flag} {source.name} holds no records.")
-    return list(first.fields)

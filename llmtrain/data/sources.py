@@ -149,13 +149,15 @@ def _iterated_source(records: PythonRecords, is_streamed: bool) -> Source:
     """
     if callable(records):
         function = records
-        name = getattr(records, "__name__", "records")  # some callables have no name
-        place = f"{name}(), record"
-    else:
-        _check_repeatable(records)
+    elif is_streamed or isinstance(records, list | tuple):
         function = functools.partial(iter, records)
-        name = "records"
-        place = "records, record"
+    else:
+        raise UserError(
+            f"tokenize(records=...) cannot read a {type(records).__name__}, because it reads "
+            "records several times, in one order; pass a datasets.Dataset, a list of texts or of "
+            "dictionaries, or a function that returns or yields them."
+        )
+    name = getattr(records, "__name__", "records")  # of a function; some callables have none
 
     def digest_of_records() -> str:
         # A function whose name stays the same may have changed. Nulls with another meaning make
@@ -174,26 +176,14 @@ def _iterated_source(records: PythonRecords, is_streamed: bool) -> Source:
     return Source(
         name,
         fingerprint,
-        records=lambda field: numbered(function(), place, field),
+        records=lambda field: numbered(function(), f"{name}, record", field),
         has_artificial_nulls=is_streamed,
     )
 
 
-def _check_repeatable(records: object) -> None:
-    """Raise :class:`UserError` if iterating twice does not yield the same records in one order."""
-    # A mapping and a table of pandas yield names, a set has no order, and a generator ends.
-    is_wrong = isinstance(records, str | bytes | set | frozenset) or hasattr(records, "keys")
-    if is_wrong or not isinstance(records, Iterable) or iter(records) is records:
-        raise UserError(
-            f"tokenize(records=...) cannot read a {type(records).__name__}, because it reads "
-            "records several times, in one order; pass a datasets.Dataset, a list of texts or of "
-            "dictionaries, or a function that returns or yields them."
-        )
-
-
 def _definition_of(records: object) -> str:
-    """Return the name of a function, or of the class of an object, and where it is defined."""
-    named = records if hasattr(records, "__qualname__") else type(records)
+    """Return where a function is defined, or the class of something else."""
     code = getattr(records, "__code__", None)
-    line = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
-    return f"{named.__module__} {named.__qualname__} {line}"
+    if code is None:
+        return type(records).__qualname__
+    return f"{code.co_filename}:{code.co_firstlineno}"

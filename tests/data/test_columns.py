@@ -134,7 +134,6 @@ def test_eval_data_with_some_of_the_renamed_fields_are_an_error_with_their_place
         ("prompt_completion", "prompt=a prompt=b", "--columns prompt=b"),
         ("prompt_completion", "prompt=a completion=a", "--columns completion=a"),
         ("prompt_completion", "prompt=q", "PATH, line 1: no field 'q'"),
-        ("prompt_completion", "a:b.jsonl:prompt=q", "all data sets, and cannot be for a:b.jsonl"),
     ],
 )
 def test_a_wrong_column_is_an_error_that_names_it(tmp_path, format, columns, hint):
