@@ -125,7 +125,7 @@ def detect_format(fields: Collection[str], formats: Mapping[str, tuple[str, ...]
         The name of the first format that fits; ``None`` if none does.
     """
     for name, needed in formats.items():
-        if set(needed) <= set(fields):
+        if set(needed).issubset(fields):
             return name
     return None
 
@@ -165,13 +165,12 @@ def conversation_of(
     """
     record = without_none(record, everywhere=has_artificial_nulls)
     _check_that_no_image_is_lost(record)
-    others = {name: needed for name, needed in CONVERSATION_FORMATS.items() if name != format}
-    other = detect_format(record, others)
-    if is_format_detected and other:
-        raise BadRecord(
-            f"the record has the fields of two formats, {format} and {other}; choose one with "
-            f"--format {format} or --format {other}"
-        )
+    for other, needed in CONVERSATION_FORMATS.items():
+        if is_format_detected and other != format and set(needed) <= record.keys():
+            raise BadRecord(
+                f"the record has the fields of two formats, {format} and {other}; choose one with "
+                f"--format {format} or --format {other}"
+            )
 
     untrained = 0
     if format == "messages":
@@ -223,18 +222,16 @@ def preference_of(
     """
     record = without_none(record, everywhere=has_artificial_nulls)
     _check_that_no_image_is_lost(record)
-    is_pair = "chosen" in record or "rejected" in record
-    if is_pair and "completion" in record and "label" in record:
-        raise BadRecord(
-            "the record has two answers (chosen, rejected) and a single one (completion, label); "
-            "keep one kind"
-        )
+    is_pair = not allows_single or "chosen" in record or "rejected" in record
     fields = ["chosen", "rejected"] if is_pair else ["completion"]
     answers = [_messages(record, field, role="assistant") for field in fields]
     if "prompt" in record:
         prompt = _messages(record, "prompt", role="user")
     elif is_pair and all(isinstance(record[field], list) for field in fields):
-        prompt = _common_beginning(*answers)
+        chosen, rejected = answers
+        pairs = zip(chosen, rejected, strict=False)
+        alike = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        prompt = [message for message, _ in alike]
     else:
         raise BadRecord(
             "the record has no prompt, which only chosen and rejected that are lists of messages "
@@ -256,15 +253,10 @@ def preference_of(
     if not prompt and "prompt" not in record:
         raise BadRecord("chosen and rejected share no prompt")
     _check_prompt(prompt)
-    desirable = is_pair or _label(record)
-    if not is_pair and not allows_single:
-        raise BadRecord(
-            "the record has one answer with a label, but this loss compares two answers"
-        )
     return PreferenceRecord(
         prompt=prompt,
         answers=answers,
-        desirable=desirable,
+        desirable=is_pair or _label(record),
         tools=_tools(record),
         is_plain_text=is_plain_text(record),
     )
@@ -300,7 +292,7 @@ def _check_that_no_image_is_lost(record: Fields) -> None:
         if record.get(field):
             raise BadRecord(
                 f"the record has the field {field}, and models are trained on text alone; leave "
-                f"such records out, or remove the field to train on their text"
+                "such records out, or remove the field to train on their text"
             )
 
 
@@ -309,14 +301,6 @@ def _check_prompt(prompt: list[Message]) -> None:
         raise BadRecord("the prompt is empty")
     if prompt[-1]["role"] == "assistant":
         raise BadRecord("the prompt ends with an assistant message")
-
-
-def _common_beginning(chosen: list[Message], rejected: list[Message]) -> list[Message]:
-    """Return the messages with which two conversations begin."""
-    pairs = itertools.takewhile(
-        lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)
-    )
-    return [message for message, _ in pairs]
 
 
 def _label(record: Fields) -> bool:

@@ -198,6 +198,7 @@ def _described(requested: RequestedSource, columns: Mapping[str, str]) -> JsonOb
     """Return everything about a data set that the rows depend on."""
     return {
         "fingerprint": requested.source.fingerprint(),
+        "has_artificial_nulls": requested.source.has_artificial_nulls,
         "split": requested.only_split,
         "format": requested.format,
         "text_field": requested.text_field,

@@ -136,9 +136,8 @@ def records_source(records: PythonRecords, fingerprint: str | None = None) -> So
         source = _iterated_source(records, is_streamed)
     if fingerprint is None:
         return source
-    # Other recipes may use the same name. Nulls with another meaning make other rows.
-    named = json_text([_definition_of(records), source.has_artificial_nulls, fingerprint])
-    digest = hashlib.sha256(named.encode()).hexdigest()
+    # Other recipes may use the same name.
+    digest = hashlib.sha256(f"{_definition_of(records)} {fingerprint}".encode()).hexdigest()
     return replace(source, fingerprint=lambda: digest)
 
 
@@ -160,9 +159,7 @@ def _iterated_source(records: PythonRecords, is_streamed: bool) -> Source:
     name = getattr(records, "__name__", "records")  # of a function; some callables have none
 
     def digest_of_records() -> str:
-        # A function whose name stays the same may have changed. Nulls with another meaning make
-        # other rows.
-        digest = hashlib.sha256(b"streamed\n" if is_streamed else b"")
+        digest = hashlib.sha256()
         for record in function():
             digest.update(json_text(record, default=repr).encode() + b"\n")
         return digest.hexdigest()

@@ -502,7 +502,6 @@ BAD_PAIRS: dict[str, Fields] = {
         "chosen": messages("q", "a"),
         "rejected": messages("q", "a", "r", "b"),
     },
-    "pair-and-labelled-answer": pair("q", "a", "b") | labelled_answer("q", "a"),
     "labelled-answer-among-pairs": labelled_answer("q", "a"),
     "ambiguous-answer": pair("q", "a", f"b{AMBIGUOUS}"),
     "surrogate-in-answer": pair("q", HALF_OF_A_SURROGATE_PAIR, "b"),

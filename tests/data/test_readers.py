@@ -13,8 +13,9 @@ import pytest
 
 from llmtrain.data import readers
 from llmtrain.data.dataset_names import SplitChoice, open_source
-from llmtrain.data.sources import documents
+from llmtrain.data.prepare import tokenize
 from llmtrain.errors import UserError
+from tests.data.preparation import data_config
 
 
 @pytest.fixture(autouse=True)
@@ -213,11 +214,10 @@ BAD_FIELDS = {
 
 
 @pytest.mark.parametrize("name", BAD_FIELDS)
-def test_a_field_without_text_is_an_error_that_names_the_place(tmp_path, name):
+def test_a_field_without_text_is_an_error_that_names_the_place(tmp_path, cache, name):
     content, place = BAD_FIELDS[name]
-    source = open_source(str(write(tmp_path / name, content)))
     with pytest.raises(UserError) as error:
-        list(documents(source, "text"))
+        tokenize(data_config(write(tmp_path / name, content)), 8)
     assert f"{tmp_path / name}, {place}: " in str(error.value)
     assert "'text'" in str(error.value)
 
@@ -253,7 +253,8 @@ def test_files_that_must_be_converted_are_an_error_with_the_command(tmp_path, na
 
     as_text = SplitChoice(text_suffixes=[".tsv"])
     if name == "a.tsv":
-        assert [*documents(open_source(str(path), as_text), "text")] == ["words"]
+        records = open_source(str(path), as_text).records("text")
+        assert [record.fields for record in records] == [{"text": "words"}]
 
 
 @pytest.mark.parametrize("has_splits", [True, False])

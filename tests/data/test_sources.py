@@ -10,14 +10,20 @@ import pytest
 
 from llmtrain.data import builtin
 from llmtrain.data.dataset_names import SplitChoice, open_source
-from llmtrain.data.sources import documents, records_source
+from llmtrain.data.prepare import tokenize
+from llmtrain.data.sources import Source, records_source
 from llmtrain.errors import UserError
+from tests.data.preparation import data_config
 
 TEXTS = ["first text\nof two lines", 'ünï — 漢字 🙂, "quoted"', "  spaces   and\r\nan end \n"]
 
 
+def texts_of(source: Source, field: str = "text") -> list[str]:
+    return [record.fields[field] for record in source.records(field)]
+
+
 def read(path: Path | str, field: str = "text") -> list[str]:
-    return list(documents(open_source(str(path)), field))
+    return texts_of(open_source(str(path)), field)
 
 
 def complaint(path: Path | str, field: str = "text") -> str:
@@ -204,7 +210,7 @@ def test_builtin_functions_are_not_those_of_tests_and_installed_packages(tmp_pat
 def test_a_dataset_of_a_recipe_is_read_like_a_hub_dataset():
     dataset = datasets.Dataset.from_dict({"id": [0, 1, 2], "text": TEXTS})
     source = records_source(dataset)
-    assert list(documents(source, "text")) == TEXTS
+    assert texts_of(source) == TEXTS
     places = [record.place for record in source.records(None)]
     assert places == ["records, row 0", "records, row 1", "records, row 2"]
     assert source.has_artificial_nulls
@@ -221,11 +227,12 @@ def test_the_fingerprint_of_records_depends_on_their_content_and_order():
     assert records_source(["a"]).fingerprint() != records_source(["b"]).fingerprint()
 
 
-def test_streamed_records_have_artificial_nulls_and_another_fingerprint_than_a_list():
-    records = [{"text": "a", "tools": None}]
+def test_streamed_records_have_artificial_nulls_and_another_cache_entry_than_a_list(cache):
+    records = [{"text": "some words", "tools": None}]
     stream = datasets.IterableDataset.from_generator(lambda: iter(records))
     assert records_source(stream).has_artificial_nulls
-    assert records_source(stream).fingerprint() != records_source(records).fingerprint()
+    rows = [tokenize(data_config(), 4, records=records) for records in (stream, records)]
+    assert rows[0].metadata.cache_entry != rows[1].metadata.cache_entry
 
 
 def test_records_of_a_recipe_can_be_read_several_times():
@@ -233,7 +240,7 @@ def test_records_of_a_recipe_can_be_read_several_times():
     for records in (TEXTS, dictionaries, lambda: TEXTS):
         source = records_source(records)
         for _ in range(2):
-            assert list(documents(source, "text")) == TEXTS
+            assert texts_of(source) == TEXTS
         assert source.first.fields == {"text": TEXTS[0]}
         assert source.fingerprint() == source.fingerprint()
         assert not source.has_artificial_nulls
@@ -256,4 +263,4 @@ def test_records_without_a_repeatable_order_are_an_error(records, kind):
 
 def test_a_bad_record_of_a_list_is_an_error_that_names_its_number():
     with pytest.raises(UserError, match=r"records, record 1 is 3, neither text nor a dictionary"):
-        list(documents(records_source(["a", 3]), "text"))
+        texts_of(records_source(["a", 3]))
