@@ -94,6 +94,11 @@ def test_the_input_of_alpaca_follows_the_instruction_after_an_empty_line():
     assert conversation_of(record, "alpaca") == chat("2\n\n3", "five")
 
 
+def test_the_messages_of_a_prompt_are_not_trained():
+    record = {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]}
+    assert conversation_of(record, "prompt_completion").untrained == 3
+
+
 @pytest.mark.parametrize("format", ["sharegpt", "alpaca"])
 def test_a_system_prompt_becomes_the_first_message(format):
     record = {

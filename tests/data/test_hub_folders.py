@@ -175,7 +175,9 @@ def test_a_damaged_file_of_a_split_is_an_error(plain):
     assert message.startswith(f"--dataset {plain} cannot be loaded: ")
 
 
-@pytest.mark.parametrize("name", ["a/b@v1:de", "a/b@", "a/b:", "@v1", "chats@v1", "./chats:de:"])
-def test_a_wrong_name_is_an_error_that_names_it(chats, monkeypatch, name):
+@pytest.mark.parametrize("name", ["a/b@", "a/b:", "@v1", "chats@v1", "./chats:de:"])
+def test_a_wrong_name_is_an_error_that_says_how_to_write_it(chats, monkeypatch, name):
     monkeypatch.chdir(chats.parent)
-    assert complaint(name).startswith(f"--dataset {name}")
+    message = complaint(name)
+    assert message.startswith(f"--dataset {name}: ")
+    assert "NAME@REVISION:CONFIGURATION" in message

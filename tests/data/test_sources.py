@@ -11,6 +11,7 @@ import pytest
 from llmtrain.data import builtin
 from llmtrain.data.dataset_names import SplitChoice, open_source
 from llmtrain.data.prepare import tokenize
+from llmtrain.data.requested_sources import RequestedSource
 from llmtrain.data.sources import Source, records_source
 from llmtrain.errors import UserError
 from tests.data.preparation import data_config
@@ -264,3 +265,10 @@ def test_records_without_a_repeatable_order_are_an_error(records, kind):
 def test_a_bad_record_of_a_list_is_an_error_that_names_its_number():
     with pytest.raises(UserError, match=r"records, record 1 is 3, neither text nor a dictionary"):
         texts_of(records_source(["a", 3]))
+
+
+def test_conversations_need_a_template_even_if_they_have_the_text_of_a_prompt():
+    for format, needs_template in (("messages", True), ("prompt_completion", False)):
+        source = records_source([{"prompt": "a", "messages": [], "completion": "b"}])
+        requested = RequestedSource(source, format, only_split=None, text_field="text")
+        assert requested.needs_template == needs_template
