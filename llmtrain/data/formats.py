@@ -234,8 +234,8 @@ def preference_of(
         prompt = [message for message, _ in alike]
     else:
         raise BadRecord(
-            "the record has no prompt, which only chosen and rejected that are lists of messages "
-            "may begin with instead"
+            "the record has no prompt; only chosen and rejected that are lists of messages may "
+            "begin with theirs"
         )
     for number, answer in enumerate(answers):
         if answer[: len(prompt)] == prompt:
