@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 from llmtrain.data.messages import (
     BadRecord,
     Message,
-    check_weights_of_turns,
     field_of,
     from_json,
-    is_untrained,
     parse_messages,
     without_none,
 )
@@ -194,7 +192,6 @@ def conversation_of(
     if not any(message["role"] == "assistant" for message in messages[untrained:]):
         part = "completion" if untrained else "conversation"
         raise BadRecord(f"the {part} has no assistant message")
-    check_weights_of_turns(messages, untrained)
     return Conversation(
         messages,
         _tools(record),
@@ -246,7 +243,7 @@ def preference_of(
     for field, answer in zip(fields, answers, strict=True):
         if not answer or answer[0]["role"] != "assistant":
             raise BadRecord(f"{field} has no assistant message right after the prompt")
-        if any(is_untrained(message) for message in answer):
+        if any(message.get("weight") == 0 for message in answer):
             raise BadRecord(
                 f"{field} has a message with weight 0, but all of an answer is compared"
             )

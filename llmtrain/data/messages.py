@@ -2,10 +2,8 @@
 
 from __future__ import annotations  # so that the flags do not import the sources
 
-import itertools
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
@@ -31,20 +29,6 @@ _ROLES = {
     "function": "tool",
     "observation": "tool",
 }
-# The fields of a message that are read here or by most chat templates.
-_MESSAGE_FIELDS = frozenset(
-    {
-        "role",
-        "from",
-        "content",
-        "value",
-        "tool_calls",
-        "tool_call_id",
-        "name",
-        "weight",
-        *REASONING,
-    }
-)
 _T = TypeVar("_T")
 
 
@@ -149,53 +133,6 @@ def _text_of(content: object, field: str, place: str) -> str:
         if not isinstance(part, dict) or part.get("type") != "text":
             raise BadRecord(f"{place}: its {field} has the part {part!r:.40}, which is not text")
     return "".join(field_of(part, "text", str) for part in content)
-
-
-def check_weights_of_turns(messages: list[Message], untrained: int) -> None:
-    """Raise :class:`BadRecord` if messages of one assistant turn have different weights.
-
-    The first ``untrained`` messages are not trained, so their weights do not matter.
-    """
-    for number, (message, following) in enumerate(itertools.pairwise(messages), start=1):
-        is_same_turn = message["role"] == following["role"] == "assistant"
-        if number > untrained and is_same_turn and is_untrained(message) != is_untrained(following):
-            raise BadRecord(
-                f"messages {number} and {number + 1} (assistant) are one turn, but one of them has "
-                "weight 0; give all messages of a turn the same weight"
-            )
-
-
-def is_untrained(message: Message) -> bool:
-    return message["role"] == "assistant" and message.get("weight") == 0
-
-
-def trained_messages(messages: list[Message]) -> list[bool]:
-    """Return for each message whether its weight lets it be trained."""
-    return [not is_untrained(message) for message in messages]
-
-
-def without_weights(messages: list[Message]) -> list[Message]:
-    """Return messages without their weights, as chat templates get them."""
-    if not any("weight" in message for message in messages):
-        return messages
-    return [
-        {key: value for key, value in message.items() if key != "weight"} for message in messages
-    ]
-
-
-def other_fields_of(messages: Iterable[Message]) -> Counter[str]:
-    """Count the fields of messages that llmtrain does not read.
-
-    A chat template gets them, and may ignore them.
-
-    Returns:
-        The number of messages that have each field.
-    """
-    counts: Counter[str] = Counter()
-    for message in messages:
-        if not message.keys() <= _MESSAGE_FIELDS:
-            counts.update(message.keys() - _MESSAGE_FIELDS)
-    return counts
 
 
 def without_none(value: Any, everywhere: bool) -> Any:

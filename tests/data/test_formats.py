@@ -14,7 +14,7 @@ from llmtrain.data.formats import (
     conversation_of,
     detect_format,
 )
-from llmtrain.data.messages import BadRecord, trained_messages, without_weights
+from llmtrain.data.messages import BadRecord
 from tests.data.chats import ASSISTANT, CALL, CALLING, TOOL, USER, chat
 
 MESSAGES = {"messages": [USER, ASSISTANT]}
@@ -202,8 +202,6 @@ def test_a_weight_of_zero_is_kept_for_an_assistant_message(zero, default):
         {**ASSISTANT, "weight": default},
     )
     assert messages == [USER, {**ASSISTANT, "weight": 0}, USER, ASSISTANT]
-    assert trained_messages(messages) == [True, False, True, True]
-    assert without_weights(messages) == [USER, ASSISTANT, USER, ASSISTANT]
 
 
 # --- errors
@@ -241,7 +239,6 @@ BAD_MESSAGES = [
     # Weights.
     [USER, assistant("b", weight=0.5)],
     [USER, assistant("b", weight="0")],
-    [USER, assistant("b", weight=0), ASSISTANT],
 ]
 BAD_TURNS_OF_SHAREGPT = [
     {"from": "narrator", "value": "b"},
