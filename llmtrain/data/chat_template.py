@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from llmtrain.data.messages import REASONING, BadRecord, Message
-from llmtrain.data.sources import Fields
+from llmtrain.data.readers import Fields
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos, control_tokens_of
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text

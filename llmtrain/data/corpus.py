@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from llmtrain.console import can_show_bars, check_interrupt
 from llmtrain.data.encoded import EncodedSource, SplitStats
-from llmtrain.data.sources import Source, documents
+from llmtrain.data.readers import Source, shown
 from llmtrain.data.splits import Split, first_of, hash_fraction, largest_eval_share
 from llmtrain.data.store import TOKENS_PER_BATCH
 from llmtrain.data.text_rows import Piece, batches, write_stream
@@ -29,6 +29,37 @@ _SEGMENT_CHARACTERS = 1 << 16
 # Matches before white space that follows something else. Python counts \x1c to \x1f as white space,
 # Unicode does not.
 _GAP = re.compile(r"(?<!\s)(?=[^\S\x1c-\x1f])")
+
+
+def documents(source: Source, field: str) -> Iterator[str]:
+    """Yield the text of each record.
+
+    Args:
+        source: the records.
+        field: the name of the field that holds the text.
+
+    Raises:
+        UserError: with the place of a record that has no such field, or no valid text in it.
+    """
+    for place, fields in source.records(field):
+        if field not in fields:
+            names = ", ".join(map(str, fields))
+            raise UserError(
+                f"{place}: no field '{field}'; the record has {names}. Name the field that holds "
+                "the text with --text_field, or the fields of conversations with --columns, such "
+                "as prompt=question completion=answer."
+            )
+
+        text = fields[field]
+        if not isinstance(text, str):
+            raise UserError(f"{place}: field '{field}' is {shown(text)}, not text.")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(
+                f"{place}: field '{field}' holds half of a surrogate pair, which is not valid text."
+            ) from None
+        yield text
 
 
 @dataclass(slots=True)

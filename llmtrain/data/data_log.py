@@ -7,8 +7,8 @@ from llmtrain.console import is_or_are, pluralize, say
 from llmtrain.data.audit import COVERED_SHARE, Audit, overlong_sentence
 from llmtrain.data.chat_template import DEFAULT_TEMPLATE
 from llmtrain.data.metadata import DataMetadata
+from llmtrain.data.readers import Source
 from llmtrain.data.request import DataRequest
-from llmtrain.data.sources import Source
 from llmtrain.data.tokenized import Tokenized, short_names
 
 # How the names of eval splits begin, such as "test_sft" and "validation".

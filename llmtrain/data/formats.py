@@ -4,11 +4,9 @@ To add a format of conversations, add its name to :data:`ConversationFormat`, it
 :data:`CONVERSATION_FORMATS` and its messages to :func:`conversation_of`.
 """
 
-from __future__ import annotations  # so that the flags do not import the sources
-
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from llmtrain.data.messages import (
     BadRecord,
@@ -18,10 +16,8 @@ from llmtrain.data.messages import (
     parse_messages,
     without_none,
 )
+from llmtrain.data.readers import Fields
 from llmtrain.errors import UserError
-
-if TYPE_CHECKING:
-    from llmtrain.data.sources import Fields
 
 ConversationFormat: TypeAlias = Literal["messages", "prompt_completion", "sharegpt", "alpaca"]
 # The fields that every record of a format has. They tell the format: the first that fits.

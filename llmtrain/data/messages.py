@@ -1,13 +1,10 @@
 """Check the messages of a record, and bring them into the form that chat templates take."""
 
-from __future__ import annotations  # so that the flags do not import the sources
-
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-if TYPE_CHECKING:
-    from llmtrain.data.sources import Fields
+from llmtrain.data.readers import Fields
 
 # The role, the content and all other fields of a message, as chat templates take them.
 Message: TypeAlias = dict[str, Any]

@@ -26,12 +26,13 @@ from llmtrain.data.encoded import EncodedSource, SplitStats
 from llmtrain.data.formats import conversation_of, preference_of
 from llmtrain.data.metadata import DataMetadata, metadata_of
 from llmtrain.data.pairs import EncodedPairs
+from llmtrain.data.readers import Source
 from llmtrain.data.records import Records
 from llmtrain.data.render import AnyRenderer, make_renderer
 from llmtrain.data.request import DataRequest, make_request
 from llmtrain.data.requested_sources import RequestedSource
 from llmtrain.data.shuffle import Mixture
-from llmtrain.data.sources import PythonRecords, Source, records_source
+from llmtrain.data.sources import PythonRecords, records_source
 from llmtrain.data.store import TokenRows
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, as_user_error, first_line

@@ -8,8 +8,8 @@ from collections.abc import Collection
 
 from llmtrain.data.chat_template import REASONING_OPTION
 from llmtrain.data.messages import Message
+from llmtrain.data.readers import Fields
 from llmtrain.data.render import PromptCompletionRenderer, Renderer
-from llmtrain.data.sources import Fields
 from llmtrain.data.tokenizer import FastTokenizer
 from llmtrain.errors import UserError, as_user_error, first_line
 

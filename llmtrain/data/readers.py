@@ -1,4 +1,4 @@
-"""Read the records of a file: text, JSON, JSON Lines, CSV or Parquet.
+"""Records and their sources, and the readers of files: text, JSON, JSON Lines, CSV, Parquet.
 
 A compressed file is decompressed while it is read. docs/explanation/performance.md says why these
 are not the readers of ``datasets``.
@@ -6,11 +6,13 @@ are not the readers of ``datasets``.
 
 import codecs
 import csv
+import functools
 import io
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
@@ -25,6 +27,8 @@ _ROWS_PER_BATCH = 1000  # rows of a parquet file that become Python objects at a
 # The formats of compressed files, as pyarrow names them.
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 
+Fields: TypeAlias = dict[str, Any]  # the fields of a record, as they are in its source
+
 
 class Record(NamedTuple):
     """A record and its place.
@@ -35,7 +39,47 @@ class Record(NamedTuple):
     """
 
     place: str
-    fields: dict[str, Any]
+    fields: Fields
+
+
+@dataclass(frozen=True)
+class Source:
+    """Records in a fixed order.
+
+    Attributes:
+        name: the name of the source in ``--dataset`` or ``--eval_dataset``.
+        fingerprint: returns a hex digest that changes whenever the records may have changed.
+        records: yields the records. If it is called with the name of a field, it may leave out all
+            other fields.
+        flag: the flag that names the source, for error messages.
+        has_splits: whether the records are a split that a flag chooses.
+        other_splits: returns the names of the splits that are not read. It may load the data set.
+        has_artificial_nulls: whether the records come from Arrow's structs, where every struct of a
+            column has the keys of all of them. A null may then stand for an absent key. If only
+            some files of a source are such, it is true for all.
+        unread_files: how many files of a folder or glob are not read, by suffix.
+    """
+
+    name: str
+    fingerprint: Callable[[], str]
+    records: Callable[[str | None], Iterator[Record]]
+    flag: str = "--dataset"
+    has_splits: bool = False
+    other_splits: Callable[[], list[str]] = lambda: []
+    has_artificial_nulls: bool = False
+    unread_files: Mapping[str, int] = field(default_factory=dict)
+
+    @functools.cached_property
+    def first(self) -> Record | None:
+        """The first record, or ``None`` if there is none. It is read only once."""
+        return next(self.records(None), None)
+
+    def changed(self) -> UserError:
+        """Return the error that one pass over the records has read others than another pass."""
+        return UserError(
+            f"{self.flag} {self.name}: the number of records changed while they were read; start "
+            "again when nothing writes to the data."
+        )
 
 
 _Reader: TypeAlias = Callable[[Path, str | None], Iterator[Record]]

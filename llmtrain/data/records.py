@@ -8,7 +8,7 @@ import numpy as np
 
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
-from llmtrain.data.sources import Fields, Source
+from llmtrain.data.readers import Fields, Source
 from llmtrain.data.splits import Split, eval_limit_of, first_of, hash_of
 from llmtrain.errors import UserError
 

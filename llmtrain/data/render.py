@@ -13,7 +13,7 @@ import numpy as np
 from llmtrain.data.chat_template import ChatTemplate
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import REASONING, BadRecord, Message
-from llmtrain.data.sources import Fields
+from llmtrain.data.readers import Fields
 from llmtrain.data.text_encoder import Continuation, TextEncoder
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos, control_tokens_of
 from llmtrain.data.turns import Turn, TurnFinder

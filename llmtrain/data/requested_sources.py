@@ -5,15 +5,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
-from llmtrain.data.dataset_names import SplitChoice, open_source
 from llmtrain.data.formats import (
     CONVERSATION_FORMATS,
     PREFERENCE_FORMATS,
     detect_format,
     is_plain_text,
 )
-from llmtrain.data.readers import Record
-from llmtrain.data.sources import Source
+from llmtrain.data.readers import Record, Source
+from llmtrain.data.sources import SplitChoice, open_source
 from llmtrain.data.splits import Split
 from llmtrain.errors import UserError
 

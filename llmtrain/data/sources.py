@@ -1,101 +1,261 @@
-"""A source: records in a fixed order, with a fingerprint.
+"""Open a source: what a name in ``--dataset`` stands for, or the records of a recipe.
 
-By the fingerprint, rows that were made from a source are found in the cache without reading its
-records. :mod:`llmtrain.data.dataset_names` opens the source that a flag names.
+By the fingerprint of a source, rows that were made from it are found in the cache without reading
+its records.
 """
 
+import contextlib
 import functools
+import glob
 import hashlib
+import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, cast
 
-from llmtrain.data.readers import Record, numbered, shown
-from llmtrain.errors import UserError
-from llmtrain.files import json_text
+from llmtrain.console import can_show_bars
+from llmtrain.data import builtin
+from llmtrain.data.readers import (
+    READABLE,
+    Fields,
+    Record,
+    Source,
+    kind_of,
+    numbered,
+    read_file,
+    split_suffix,
+    suffix_of,
+)
+from llmtrain.errors import UserError, first_line, hub_error
+from llmtrain.file_digests import file_digest
+from llmtrain.files import json_text, local_path
 from llmtrain.once_per_machine import once_per_machine
 
 if TYPE_CHECKING:
     import datasets
 
-Fields: TypeAlias = dict[str, Any]  # the fields of a record, as they are in its source
 # What a recipe passes: a function that yields records, a datasets.Dataset, or a list.
 PythonRecords: TypeAlias = Callable[[], Iterable[str | Fields]] | Iterable[str | Fields]
 
+# Files beside the data of a folder that hold counts and types.
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
+# How files that are not read become files that are, by their suffix.
+_CONVERSIONS = {
+    ".tsv": "pandas.read_csv('{path}', sep='\\t', dtype=str, keep_default_na=False)"
+    ".to_csv('{path.stem}.csv', index=False)",
+    # Also of folders of save_to_disk.
+    ".arrow": "datasets.load_dataset('arrow', data_files='{path.parent}/*.arrow', split='train')"
+    ".to_parquet('{path.parent.name}.parquet')",
+    ".bz2": "bunzip2 --keep '{path}'",
+    ".xz": "unxz --keep '{path}'",
+}
+# Files of a data set on the hub: SPLIT-00000-of-00001.parquet. Its README.md lists other files.
+_SHARD = re.compile(r".+-\d{5}-of-\d{5}\.parquet")
+_CONFIGURATIONS = re.compile(r"\A---\s*\n(?:(?!---).*\n)*?configs:")
+# NAME@REVISION:CONFIGURATION. The name may begin with the one of a user, and a slash.
+_HUB_NAME = re.compile(r"(\w[\w.-]*(?:/[\w.-]+)?)(?:@([^:]+))?(?::(.+))?")
+
 
 @dataclass(frozen=True)
-class Source:
-    """Records in a fixed order.
+class SplitChoice:
+    """The flags that say what is read of a data set.
 
     Attributes:
-        name: the name of the source in ``--dataset`` or ``--eval_dataset``.
-        fingerprint: returns a hex digest that changes whenever the records may have changed.
-        records: yields the records. If it is called with the name of a field, it may leave out all
-            other fields.
-        flag: the flag that names the source, for error messages.
-        has_splits: whether the records are a split that a flag chooses.
-        other_splits: returns the names of the splits that are not read. It may load the data set.
-        has_artificial_nulls: whether the records come from Arrow's structs, where every struct of a
-            column has the keys of all of them. A null may then stand for an absent key. If only
-            some files of a source are such, it is true for all.
-        unread_files: how many files of a folder or glob are not read, by suffix.
+        split: the split to read.
+        is_named: whether a folder of files is read as a data set with splits, because the user
+            named a split.
+        data_flag: the flag that names the data set.
+        split_flag: the flag that names the split.
+        text_suffixes: the suffixes of files that are read as text, whatever they are.
     """
 
-    name: str
-    fingerprint: Callable[[], str]
-    records: Callable[[str | None], Iterator[Record]]
-    flag: str = "--dataset"
-    has_splits: bool = False
-    other_splits: Callable[[], list[str]] = lambda: []
-    has_artificial_nulls: bool = False
-    unread_files: Mapping[str, int] = field(default_factory=dict)
-
-    @functools.cached_property
-    def first(self) -> Record | None:
-        """The first record, or ``None`` if there is none. It is read only once."""
-        return next(self.records(None), None)
-
-    def changed(self) -> UserError:
-        """Return the error that one pass over the records has read others than another pass."""
-        return UserError(
-            f"{self.flag} {self.name}: the number of records changed while they were read; start "
-            "again when nothing writes to the data."
-        )
+    split: str = "train"
+    is_named: bool = False
+    data_flag: str = "--dataset"
+    split_flag: str = "--dataset_train_split"
+    text_suffixes: Sequence[str] = ()
 
 
-def documents(source: Source, field: str) -> Iterator[str]:
-    """Yield the text of each record.
+def open_source(name: str, choice: SplitChoice = SplitChoice()) -> Source:
+    """Return the source with a name in ``--dataset`` or ``--eval_dataset``.
+
+    A name that is neither a path nor builtin is taken for a data set on the Hugging Face hub. The
+    hub is asked only when its records are read.
 
     Args:
-        source: the records.
-        field: the name of the field that holds the text.
+        name: a file, a folder, a glob, a builtin data set, or a data set on the hub, which may be
+            followed by ``@REVISION`` and ``:CONFIGURATION``.
+        choice: the split to read, and the flag that names the source.
 
     Raises:
-        UserError: with the place of a record that has no such field, or no valid text in it.
+        UserError: if there is no such path or builtin data set.
     """
-    for place, fields in source.records(field):
-        if field not in fields:
-            names = ", ".join(map(str, fields))
+    if name.startswith("builtin:"):
+        return _builtin_source(name, choice.data_flag)
+
+    try:
+        path = Path(local_path(name, f"{choice.data_flag} "))
+        source = _local_source(name, path.expanduser(), choice)
+    except (OSError, RuntimeError) as error:
+        # The name is too long, or it begins with a ~user that does not exist.
+        raise UserError(f"{choice.data_flag} {name[:80]}: {first_line(error)}.") from None
+    if source is not None:
+        return source
+
+    match = _HUB_NAME.fullmatch(name)
+    if match is None or kind_of(path, choice.text_suffixes) or Path(match[1]).exists():
+        raise UserError(
+            f"{choice.data_flag} {name}: no file ending in {READABLE} was found; check the path "
+            f"from {Path.cwd()}, read other files as text with --text_suffixes, or name a data set "
+            "of the hub as NAME@REVISION:CONFIGURATION."
+        )
+    return _split_source(name, match[1], choice, revision=match[2], configuration=match[3])
+
+
+def _builtin_source(name: str, flag: str) -> Source:
+    if name not in builtin.CORPORA:
+        names = ", ".join(builtin.CORPORA)
+        raise UserError(f"{flag} {name} does not exist; use one of {names}.")
+    return Source(
+        name,
+        fingerprint=lambda: builtin.fingerprint(name),
+        records=lambda _: numbered(builtin.CORPORA[name](), f"{name}, document"),
+        flag=flag,
+    )
+
+
+# --- files and folders
+
+
+def _local_source(name: str, path: Path, choice: SplitChoice) -> Source | None:
+    """Return the source in a file, folder or glob, or ``None`` if there is none."""
+    if path.is_dir() and (choice.is_named or _has_hub_layout(path)):
+        return _split_source(name, str(path), choice)
+
+    source = _file_source(name, path, choice)
+    if source is not None:
+        return source
+
+    head, _, configuration = str(path).rpartition(":")
+    if head and Path(head).is_dir():
+        return _split_source(name, head, choice, configuration or None)
+    return None
+
+
+def _file_source(name: str, path: Path, choice: SplitChoice) -> Source | None:
+    """Return the records of a file, folder or glob; ``None`` if no file can be read."""
+    if path.is_file():
+        matches = [path]
+    elif path.is_dir():
+        matches = [file for file in _visible_files(path) if file.name not in _DESCRIPTIONS]
+    else:
+        # Path.glob takes no absolute patterns.
+        names = set(glob.iglob(str(path), recursive=True))  # noqa: PTH207
+        matches = sorted(match for match in map(Path, names) if match.is_file())
+
+    kinds = {file: kind_of(file, choice.text_suffixes) for file in matches}
+    if path.is_dir() and not {None, ".txt", ".md"}.issuperset(kinds.values()):
+        # Next to records, a README.md describes them. Next to texts, it is one of them.
+        kinds = {file: kind for file, kind in kinds.items() if file.name.lower() != "readme.md"}
+    unread = [file for file, kind in kinds.items() if kind is None]
+    for file in unread:
+        conversion = _CONVERSIONS.get(split_suffix(file)[0])
+        if conversion is not None:
             raise UserError(
-                f"{place}: no field '{field}'; the record has {names}. Name the field that holds "
-                "the text with --text_field, or the fields of conversations with --columns, such "
-                "as prompt=question completion=answer."
+                f"{choice.data_flag} {name}: '{suffix_of(file)}' files are not read; convert them "
+                f"to JSONL, CSV or Parquet: {conversion.format(path=file)}"
             )
+    readable = {file: kind for file, kind in kinds.items() if kind is not None}
+    if not readable:
+        return None
 
-        text = fields[field]
-        if not isinstance(text, str):
-            raise UserError(f"{place}: field '{field}' is {shown(text)}, not text.")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
+    def records(field: str | None) -> Iterator[Record]:
+        for file, kind in readable.items():
+            yield from read_file(file, kind, field)
+
+    # The fingerprint has no names. So a data set may be moved.
+    labels = {file: kind + split_suffix(file)[1] for file, kind in readable.items()}
+    return Source(
+        name,
+        fingerprint=lambda: _digest_of_files(labels),
+        records=records,
+        flag=choice.data_flag,
+        has_artificial_nulls=".parquet" in readable.values(),
+        unread_files=Counter(map(suffix_of, unread)),
+    )
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    """Return the files in a folder and its subfolders, but no hidden ones, such as those of git."""
+    files = []
+    for path in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not is_hidden:
+            files.append(path)
+    return files
+
+
+def _digest_of_files(labels: Mapping[Path, str], selection: str = "") -> str:
+    """Hash the content of files with a label for each, and what is read of them."""
+    digest = hashlib.sha256(selection.encode())
+    for path, label in labels.items():
+        digest.update(os.fsencode(label) + b"\0" + file_digest(path))
+    return digest.hexdigest()
+
+
+# --- data sets that ``datasets`` loads
+
+
+def _split_source(
+    name: str,
+    path: str,
+    choice: SplitChoice,
+    configuration: str | None = None,
+    revision: str | None = None,
+) -> Source:
+    """Return a split of a data set on the hub or in a folder. It is loaded when it is needed.
+
+    Args:
+        name: the name of the source.
+        path: the part of it that is the name on the hub, or the path of the folder.
+        choice: the split to read.
+        configuration: the configuration; ``None`` for the only one.
+        revision: a branch, tag or commit on the hub; ``None`` for the newest commit.
+    """
+
+    @functools.cache
+    def splits() -> "datasets.DatasetDict":
+        loaded = _load_splits(path, configuration, revision, place=f"{choice.data_flag} {name}")
+        if choice.split not in loaded:
             raise UserError(
-                f"{place}: field '{field}' holds half of a surrogate pair, which is not valid text."
-            ) from None
-        yield text
+                f"{choice.data_flag} {name} has no split '{choice.split}', but "
+                f"{', '.join(loaded)}; choose one with {choice.split_flag}."
+            )
+        return loaded
+
+    split = "" if choice.split == "train" else f"{choice.split} "
+    source = replace(
+        _dataset_source(name, lambda: splits()[choice.split], place=f"{name}, {split}row"),
+        flag=choice.data_flag,
+        has_splits=True,
+        other_splits=lambda: [str(split) for split in splits() if split != choice.split],
+    )
+    folder = Path(path)
+    if not folder.is_dir():
+        return source
+
+    def fingerprint() -> str:
+        labels = {file: str(file.relative_to(folder)) for file in _visible_files(folder)}
+        return _digest_of_files(labels, f"{configuration} {choice.split}")
+
+    return replace(source, fingerprint=fingerprint)
 
 
-def dataset_source(name: str, load: Callable[[], "datasets.Dataset"], place: str) -> Source:
+def _dataset_source(name: str, load: Callable[[], "datasets.Dataset"], place: str) -> Source:
     """Return the rows of a ``datasets.Dataset``.
 
     Args:
@@ -116,6 +276,48 @@ def dataset_source(name: str, load: Callable[[], "datasets.Dataset"], place: str
     return Source(name, fingerprint, records, has_artificial_nulls=True)
 
 
+def _has_hub_layout(folder: Path) -> bool:
+    """Return whether the files of a folder are named as in a data set on the hub."""
+    files = [*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]
+    if any(_SHARD.fullmatch(file.name) for file in files):
+        return True
+    readme = folder / "README.md"
+    return readme.is_file() and bool(_CONFIGURATIONS.match(readme.read_text(errors="replace")))
+
+
+def _load_splits(
+    path: str, configuration: str | None, revision: str | None, place: str
+) -> "datasets.DatasetDict":
+    """Load the splits of a data set on the hub or in a folder.
+
+    Raises:
+        UserError: with the place (the flag and the name), if there is no such data set or
+            configuration.
+    """
+    import datasets  # slow to import, and needed only here
+
+    if not can_show_bars():
+        datasets.disable_progress_bars()
+    try:
+        splits = datasets.load_dataset(path, configuration, revision=revision)
+    except Exception as error:  # of many types
+        failure = "is not a file or folder, and the hub answered"
+        if Path(path).is_dir():
+            failure = "cannot be loaded"
+        # A file that cannot be parsed is the cause of "An error occurred while generating ...".
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
+        reason = hub_error(cause or error).rstrip(".")
+        if isinstance(error, ValueError):  # also if a configuration is missing or wrong
+            with contextlib.suppress(Exception):  # the first error says more
+                names = datasets.get_dataset_config_names(path, revision=revision)
+                reason += f"; the configurations, for NAME:CONFIGURATION, are {', '.join(names)}"
+        raise UserError(f"{place} {failure}: {reason}.") from None
+    return cast("datasets.DatasetDict", splits)
+
+
+# --- records of a recipe
+
+
 def records_source(records: PythonRecords, fingerprint: str | None = None) -> Source:
     """Return the records that a recipe has in Python.
 
@@ -130,7 +332,7 @@ def records_source(records: PythonRecords, fingerprint: str | None = None) -> So
     """
     datasets = sys.modules.get("datasets")  # whoever has such an object has imported its module
     if datasets is not None and isinstance(records, datasets.Dataset):
-        source = dataset_source("records", lambda: records, place="records, row")
+        source = _dataset_source("records", lambda: records, place="records, row")
     else:
         is_streamed = datasets is not None and isinstance(records, datasets.IterableDataset)
         source = _iterated_source(records, is_streamed)

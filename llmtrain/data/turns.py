@@ -24,7 +24,7 @@ from llmtrain.data.chat_template import (
     TemplateOptions,
 )
 from llmtrain.data.messages import REASONING, BadRecord, Message
-from llmtrain.data.sources import Fields
+from llmtrain.data.readers import Fields
 
 # The counts of trained turns whose prompt asks for reasoning, for none, or leaves that to the
 # template. If a template cannot be asked, there are no such counts.

@@ -15,7 +15,7 @@ import torch
 from llmtrain.data.audit import Audit
 from llmtrain.data.config import PairConfig
 from llmtrain.data.prepare import Tokenized
-from llmtrain.data.sources import Fields
+from llmtrain.data.readers import Fields
 from llmtrain.data.store import TokenRows
 from llmtrain.errors import UserError
 from llmtrain.interfaces.answer_codes import (

@@ -17,9 +17,9 @@ from llmtrain.data import corpus, prepare, text_rows
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.config import DataConfig
 from llmtrain.data.corpus import Corpus
-from llmtrain.data.dataset_names import open_source
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.sources import open_source
 from llmtrain.data.store import TOKEN_COLUMNS
 from llmtrain.errors import UserError
 from tests.data.preparation import (

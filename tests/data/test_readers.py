@@ -12,8 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.data import readers
-from llmtrain.data.dataset_names import SplitChoice, open_source
 from llmtrain.data.prepare import tokenize
+from llmtrain.data.sources import SplitChoice, open_source
 from llmtrain.errors import UserError
 from tests.data.preparation import data_config
 

@@ -9,10 +9,10 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.data import builtin
-from llmtrain.data.dataset_names import SplitChoice, open_source
 from llmtrain.data.prepare import tokenize
+from llmtrain.data.readers import Source
 from llmtrain.data.requested_sources import RequestedSource
-from llmtrain.data.sources import Source, records_source
+from llmtrain.data.sources import SplitChoice, open_source, records_source
 from llmtrain.errors import UserError
 from tests.data.preparation import data_config
 
