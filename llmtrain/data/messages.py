@@ -68,7 +68,7 @@ def _message(raw: object, number: int) -> Message:
         raw_content = None
 
     # Without calls the field must be absent: templates test whether it exists.
-    tool_calls = _tool_calls(raw_calls, place)
+    tool_calls = _tool_calls(raw_calls, place) if raw_calls else []
     if tool_calls:
         message["tool_calls"] = tool_calls
 
@@ -93,7 +93,7 @@ def _message(raw: object, number: int) -> Message:
 
 def _tool_calls(raw_calls: object, place: str) -> list[Fields]:
     """Check the tool calls of a message, a call or a list of calls, which may be JSON text."""
-    calls = from_json(raw_calls or [])
+    calls = from_json(raw_calls)
     if isinstance(calls, dict):
         calls = [calls]
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
