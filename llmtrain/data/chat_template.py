@@ -10,7 +10,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from llmtrain.data.messages import REASONING, BadRecord, Message
+from llmtrain.data.messages import (
+    REASONING,
+    BadRecord,
+    Message,
+    separate_reasoning,
+)
 from llmtrain.data.readers import Fields
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos, control_tokens_of
 from llmtrain.errors import UserError, first_line
@@ -33,10 +38,6 @@ OPEN_THINK_TAG = re.compile(r"<think>\s*$")
 
 _CHATML = Path(__file__).with_name("chatml.jinja")
 _GENERATION_TAG = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
-_REASONING_IN_CONTENT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
-# If the prompt has already begun the reasoning, an answer may leave out the first tag.
-_REST_OF_REASONING = re.compile(r"(?:\s*<think>)?(.*?)</think>\s*", re.DOTALL)
-
 # Two turns, because many templates render the last turn differently.
 _EXAMPLE: list[Message] = [
     {"role": "user", "content": "One question."},
@@ -44,8 +45,6 @@ _EXAMPLE: list[Message] = [
     {"role": "user", "content": "The other question."},
     {"role": "assistant", "content": "The other answer."},
 ]
-_FUNCTION_FIELDS = ("function", "name", "arguments")
-
 _QUESTION, _ANSWER, _NEXT_QUESTION, _ = _EXAMPLE
 # What is added to the example. These texts occur in no template.
 _THOUGHT = "One thought."
@@ -282,60 +281,27 @@ class ChatTemplate:
         adapted_messages = []
         all_reasoning = []
         for number, message in enumerate(messages, start=1):
-            adapted = dict(message)
+            adapted = {**message}
             reasoning = ""
             if message["role"] == "assistant":
-                reasoning = self._separate_reasoning(adapted)
-            if "tool_calls" in message:
+                adapted, reasoning = separate_reasoning(message, is_begun=self.opens_reasoning)
+                if not self._shows_reasoning and not self.opens_reasoning:
+                    adapted["content"] = message["content"]
+                elif self._shows_reasoning and reasoning:
+                    adapted["reasoning_content"] = reasoning
+
+            calls = message.get("tool_calls", [])
+            if calls:
                 place = f"message {number} ({message['role']})"
-                adapted["tool_calls"] = self._adapt_calls(message["tool_calls"], place)
+                if self._arguments_type is None:
+                    raise BadRecord(f"{place} calls a tool, and the chat template shows no calls")
+                if len(calls) > 1 and not self._shows_several_calls:
+                    raise BadRecord(f"{place} makes several calls; the chat template shows one")
+                if self._arguments_type == "string":
+                    adapted["tool_calls"] = [_with_text_arguments(call) for call in calls]
             adapted_messages.append(adapted)
             all_reasoning.append(reasoning)
         return adapted_messages, all_reasoning
-
-    def _separate_reasoning(self, message: Message) -> str:
-        """Move the reasoning of a message to the field ``reasoning_content``, and return it.
-
-        If the template shows no such field, reasoning at the beginning of the content stays there,
-        unless prompts begin the reasoning.
-        """
-        reasoning = ""
-        for field in REASONING:
-            reasoning = reasoning or message.pop(field, "").strip()
-
-        pattern = _REST_OF_REASONING if self.opens_reasoning else _REASONING_IN_CONTENT
-        in_content = pattern.match(message["content"])
-        if in_content:
-            reasoning = reasoning or in_content[1].strip()
-            if self._shows_reasoning or self.opens_reasoning:
-                message["content"] = message["content"][in_content.end() :]
-        if self._shows_reasoning and reasoning:
-            message["reasoning_content"] = reasoning
-        return reasoning
-
-    def _adapt_calls(self, calls: list[Fields], place: str) -> list[Fields]:
-        """Return calls in the format of OpenAI, with the type of arguments that is shown."""
-        if self._arguments_type is None:
-            raise BadRecord(f"{place} calls a tool, and the chat template shows no calls")
-        if len(calls) > 1 and not self._shows_several_calls:
-            raise BadRecord(f"{place} makes several calls; the chat template shows one")
-
-        adapted = []
-        for call in calls:
-            outer = {key: value for key, value in call.items() if key not in _FUNCTION_FIELDS}
-            function = call.get("function")
-            if not isinstance(function, dict):
-                # Name and arguments are fields of the call itself.
-                function = {key: value for key, value in call.items() if key in _FUNCTION_FIELDS}
-            function = {key: value for key, value in function.items() if key not in outer}
-
-            arguments = function.get("arguments", {})
-            if self._arguments_type == "string" and isinstance(arguments, dict):
-                # Parquet has dates, which json cannot write.
-                arguments = json_text(arguments, ensure_ascii=False, default=str)
-            function["arguments"] = arguments
-            adapted.append({**outer, "type": "function", "function": function})
-        return adapted
 
     # --- properties that are found by rendering
 
@@ -356,7 +322,7 @@ class ChatTemplate:
         # The type of arguments with which a call is shown once, neither escaped nor as a dictionary
         # of Python; None if the template shows no calls.
         self._arguments_type: ArgumentsType | None = None
-        types: tuple[ArgumentsType, ...] = ("string", "object")
+        types: tuple[ArgumentsType, ...] = ("string", "object")  # the second is preferred
         for arguments_type in types:
             text = self._attempt([_QUESTION, _message_with_calls(arguments_type, _TOWNS[:1])])
             if text.count(_TOWNS[0]) == 1 and not re.search(r"""'town': |\\"town""", text):
@@ -446,6 +412,15 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     longest_first = sorted(texts, key=len, reverse=True)
     alternatives = "|".join(map(re.escape, longest_first))
     return re.compile(alternatives or r"(?!)")  # without texts, a pattern that matches nothing
+
+
+def _with_text_arguments(call: Fields) -> Fields:
+    """Return a call whose arguments are JSON text."""
+    arguments = call["function"].get("arguments", {})
+    if isinstance(arguments, dict):
+        # Parquet has dates, which json cannot write.
+        arguments = json_text(arguments, ensure_ascii=False, default=str)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def _message_with_calls(arguments_type: ArgumentsType, towns: Sequence[str]) -> Message:

@@ -1,6 +1,7 @@
 """Check the messages of a record, and bring them into the form that chat templates take."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -26,6 +27,9 @@ _ROLES = {
     "function": "tool",
     "observation": "tool",
 }
+_REASONING_IN_CONTENT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+# If the prompt has already begun the reasoning, an answer may leave out the first tag.
+_REST_OF_REASONING = re.compile(r"(?:\s*<think>)?(.*?)</think>\s*", re.DOTALL)
 _T = TypeVar("_T")
 
 
@@ -102,22 +106,30 @@ def _tool_calls(raw_calls: object, place: str) -> list[Fields]:
 
 
 def _tool_call(raw: Fields, place: str) -> Fields:
-    """Return a call with its arguments as an object, as templates take them.
+    """Return a call in the format of OpenAI, with name and arguments in a field ``function``.
 
-    In the format of OpenAI they are JSON text. Absent, empty and ``null`` arguments are an empty
-    object.
+    Arguments are an object, as most templates take them. In the format of OpenAI they are JSON
+    text. Absent, empty and ``null`` arguments are an empty object.
     """
     call: Fields = without_none(raw, everywhere=False)
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _tool_call(call["function"], place)}
-    if not isinstance(call.get("name"), str) or not call["name"]:
+    moved = ("function", "name", "arguments")
+    outer = {key: value for key, value in call.items() if key not in moved}
+    function = call.get("function")
+    if isinstance(function, dict):
+        function = without_none(function, everywhere=False)
+    else:
+        function = {key: value for key, value in call.items() if key in moved}
+    if not isinstance(function.get("name"), str) or not function["name"]:
         raise BadRecord(f"{place} calls a tool without a name")
-    arguments = from_json(call.get("arguments") or {})
+
+    arguments = from_json(function.get("arguments") or {})
     if arguments is None:
         arguments = {}
-    if not isinstance(arguments, dict):
-        return call
-    return {**call, "arguments": arguments}
+    elif not isinstance(arguments, dict):
+        arguments = function["arguments"]
+    # A field that is on both levels, such as an id, stays outside.
+    function = {key: value for key, value in function.items() if key not in outer}
+    return {**outer, "type": "function", "function": {**function, "arguments": arguments}}
 
 
 def _text_of(content: object, field: str, place: str) -> str:
@@ -172,3 +184,22 @@ def from_json(value: object) -> object:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
+
+
+def separate_reasoning(message: Message, is_begun: bool) -> tuple[Message, str]:
+    """Return an assistant's message without its reasoning, and the reasoning.
+
+    Args:
+        message: holds reasoning in one of the fields :data:`REASONING`, at the beginning of its
+            content, or nowhere.
+        is_begun: whether the prompt has already begun the reasoning. The content may then leave out
+            the first tag.
+    """
+    rest = {key: value for key, value in message.items() if key not in REASONING}
+    candidates = [message[field].strip() for field in REASONING if field in message]
+    pattern = _REST_OF_REASONING if is_begun else _REASONING_IN_CONTENT
+    in_content = pattern.match(message["content"])
+    if in_content:
+        candidates.append(in_content[1].strip())
+        rest["content"] = message["content"][in_content.end() :]
+    return rest, next(filter(None, candidates), "")

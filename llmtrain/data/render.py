@@ -137,7 +137,6 @@ class Renderer:
 
     def _render_answers(self, record: PreferenceRecord) -> Rendered:
         sequences = []
-        special_as_text = []
         for answer in record.answers:
             conversation = Conversation(
                 record.prompt + answer, record.tools, untrained=len(record.prompt)
@@ -148,8 +147,10 @@ class Renderer:
                     "the chat template shows the answer differently from the way it prompts for it"
                 )
             sequences += rendered.sequences
-            special_as_text.append(rendered.counts["special_as_text"])
-        return Rendered(sequences, counts=Counter(special_as_text=max(special_as_text)))
+
+        counts: Counter[str] = Counter()
+        self.encoder.escaped([record.messages, record.tools], counts)
+        return Rendered(sequences, counts)
 
     def _render_conversation(self, conversation: Conversation) -> Rendered:
         messages, reasoning, tools, counts = self._escaped(

@@ -118,6 +118,10 @@ def call_of(name: str, arguments: object) -> dict[str, Any]:
     return {"name": name, "arguments": arguments}
 
 
+def openai_call(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": function}
+
+
 NOW = call_of("now", {"zone": "UTC"})
 ADD = CALL["function"]
 
@@ -143,7 +147,8 @@ def test_a_function_call_of_sharegpt_is_an_assistant_message(value, calls, tool)
         gpt("b"),
     ]
     record = {"conversations": turns, "tools": json.dumps([TOOL])}
-    messages = [USER, calling(*calls), {"role": "tool", "content": "5"}, ASSISTANT]
+    openai_calls = map(openai_call, calls)
+    messages = [USER, calling(*openai_calls), {"role": "tool", "content": "5"}, ASSISTANT]
     assert conversation_of(record, "sharegpt") == Conversation(messages, [TOOL])
 
 
@@ -168,7 +173,7 @@ def test_tool_calls_of_openai_and_of_templates_are_the_same():
 def test_absent_arguments_are_an_empty_object(arguments, expected):
     call = {"id": None, "function": {"name": "now", "arguments": arguments, "strict": None}}
     messages = read_messages(USER, calling(call, content=None))
-    assert messages == [USER, calling({"function": {"name": "now", "arguments": expected}})]
+    assert messages == [USER, calling(openai_call(call_of("now", expected)))]
 
 
 # --- nulls
@@ -186,7 +191,7 @@ def search_record(arguments: object, tools: object) -> dict[str, Any]:
 def test_nulls_in_json_of_arguments_and_schemas_are_kept(has_artificial_nulls):
     record = search_record(json.dumps(SEARCH_ARGUMENTS), json.dumps([SEARCH_TOOL]))
     conversation = conversation_of(record, "messages", has_artificial_nulls)
-    messages = [USER, calling(call_of("find", SEARCH_ARGUMENTS))]
+    messages = [USER, calling(openai_call(call_of("find", SEARCH_ARGUMENTS)))]
     assert conversation == Conversation(messages, [SEARCH_TOOL])
 
 
