@@ -260,22 +260,12 @@ class Renderer:
             last = _EMPTY
 
         is_trained, target_bytes = self._targets_of(turn, target)
-        ids = np.concatenate([prompt_ids, np.array(target.ids, np.int32)])
-        loss_mask = np.zeros(len(ids), bool)
-        loss_mask[: len(last.ids)] = last.loss_mask
-        loss_mask[len(prompt_ids) :] = is_trained
-        loss_mask[:1] = False  # the first token has no context
-
-        trained_ids = ids[len(prompt_ids) :][is_trained].tolist()
+        target_ids = np.array(target.ids, np.int32)
+        trained_ids = target_ids[is_trained].tolist()
         has_end = bool(trained_ids) and trained_ids[-1] in self.stop_token_ids
-        turn_end = TurnEnd(
-            length=len(ids),
-            targets=int(np.count_nonzero(loss_mask)),
-            target_bytes=last.target_bytes + target_bytes,
-            ended=last.ended + int(has_end),
+        sequences.append(
+            _with_turn(last, prompt_ids, target_ids, is_trained, target_bytes, has_end)
         )
-        turn_ends = (*last.turn_ends, turn_end)
-        sequences.append(TokenSequence(ids, loss_mask, turn_end.target_bytes, turn_ends))
 
         end = self.encoder.last_border(turn.target)
         if target.is_joined and self.encoder.is_border(turn.target[end:]):
@@ -371,21 +361,14 @@ class PromptCompletionRenderer:
     def _sequence(self, prompt: str, completion: str, has_escapes: bool) -> TokenSequence:
         encoded = self.encoder.encode_after(prompt, completion, has_escapes)
         prompt_ids = [*self._beginning, *encoded.ids_before]
-        ids = [*prompt_ids, *encoded.ids, int(self.tokenizer.eos_token_id)]
-        loss_mask = np.zeros(len(ids), bool)
-        loss_mask[len(prompt_ids) :] = True
-        loss_mask[:1] = False  # the first token has no context
-        turn_end = TurnEnd(
-            length=len(ids),
-            targets=int(loss_mask.sum()),
+        target_ids = [*encoded.ids, int(self.tokenizer.eos_token_id)]
+        return _with_turn(
+            _EMPTY,
+            np.array(prompt_ids, np.int32),
+            np.array(target_ids, np.int32),
+            is_trained=np.ones(len(target_ids), bool),
             target_bytes=self.encoder.plain_bytes(completion),
-            ended=1,
-        )
-        return TokenSequence(
-            ids=np.array(ids, np.int32),
-            loss_mask=loss_mask,
-            target_bytes=turn_end.target_bytes,
-            turn_ends=(turn_end,),
+            has_end=True,
         )
 
 
@@ -401,6 +384,39 @@ def make_renderer(
     if tokenizer.chat_template is None:
         return PromptCompletionRenderer(tokenizer)
     return Renderer(tokenizer, stop_token_ids, only_last_turns)
+
+
+def _with_turn(
+    earlier: TokenSequence,
+    prompt_ids: np.ndarray,
+    target_ids: np.ndarray,
+    is_trained: np.ndarray,
+    target_bytes: int,
+    has_end: bool,
+) -> TokenSequence:
+    """Return a sequence with a further turn.
+
+    Args:
+        earlier: the sequence of the turns before, with whose tokens the prompt begins.
+        prompt_ids: int32 [m].
+        target_ids: int32 [n].
+        is_trained: bool [n], for each token of the target.
+        target_bytes: UTF-8 bytes of the trained text, without control tokens.
+        has_end: whether the last token that is trained ends the turn.
+    """
+    ids = np.concatenate([prompt_ids, target_ids])
+    loss_mask = np.zeros(len(ids), bool)
+    loss_mask[: len(earlier.ids)] = earlier.loss_mask
+    loss_mask[len(prompt_ids) :] = is_trained
+    loss_mask[:1] = False  # the first token has no context
+    turn_end = TurnEnd(
+        length=len(ids),
+        targets=int(np.count_nonzero(loss_mask)),
+        target_bytes=earlier.target_bytes + target_bytes,
+        ended=earlier.ended + int(has_end),
+    )
+    turn_ends = (*earlier.turn_ends, turn_end)
+    return TokenSequence(ids, loss_mask, turn_end.target_bytes, turn_ends)
 
 
 def cut(sequence: TokenSequence, width: int, encoder: TextEncoder) -> TokenSequence:
