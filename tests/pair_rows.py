@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmtrain.data.packing import Examples, WrittenRows, write_rows
-from llmtrain.data.store import TokenRows, TokenStore
+from llmtrain.data.packing import Examples, TokenRows, TokenStore, WrittenRows, write_rows
 
 # The tokens of a prompt and of two answers, and whether the first answer is desirable.
 TokenPair = tuple[list[int], list[int], list[int], bool]

@@ -57,7 +57,7 @@ def _padding_lines(tokens: int) -> list[str]:
 
 def _segment_starts(row: dict[str, list[int]]) -> list[int]:
     """Return where a document, an answer or padding begins, except the beginning of the row."""
-    from llmtrain.data.store import LENGTHS
+    from llmtrain.data.packing import LENGTHS
 
     length = len(row["input_ids"])
     answers = row.get("answers")

@@ -1,13 +1,43 @@
-"""Text as tokens: the documents of a source, divided into training and eval data.
+"""Text as tokens: one stream of documents, which is cut into rows.
 
-Each document is read and encoded once. :mod:`llmtrain.data.text_rows` cuts them into rows.
+Each document is read and encoded once.
+
+The stream is: end-of-text, document, end-of-text, document, ..., end-of-text. With a block size B,
+row ``i`` holds the tokens ``i * B`` to ``i * B + B`` of the stream. That is B + 1 tokens, of which
+the last one is also the first of the next row. So every token except the first is a target exactly
+once. Positions of the last row after the end of the stream hold -100.
+
+By default each token attends to all earlier tokens of its row, also to those of other documents.
+If the rows have ``position_ids``, these restart at each document, so that attention stays inside
+it. A document begins with the end-of-text token (E) in front of it::
+
+    input          E  a  b  E  c  E  d
+    position_ids   0  1  2  0  1  0  1
+    target         a  b  E  c  E  d  E
+
+The target E is predicted from the document that ends. The input E belongs to the next document, so
+its first token is predicted from E alone. No target is lost: the same token is the last target of
+one document and the first input of the next.
+
+If the tokenizer puts a BOS (S) before every text, the document begins with that instead, and the
+end-of-text token belongs to the document before it::
+
+    input          S  a  b  E  S  c  E
+    position_ids   0  1  2  3  0  1  2
+    target         a  b  E  S  c  E
+
+The target S is then the only one that is predicted from another document. It is the same for all
+documents, so nothing is learnt about one from another.
+
+A document that crosses the border of a row is cut there. Its rest has positions from 0, too. The
+padding of the last row is a document of its own.
 """
 
 import array
-import itertools
+import copy
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,13 +45,20 @@ import numpy as np
 from tqdm import tqdm
 
 from llmtrain.console import can_show_bars, check_interrupt
-from llmtrain.data.encoded import EncodedSource, SplitStats
-from llmtrain.data.readers import Source, shown
-from llmtrain.data.splits import Split, first_of, hash_fraction, largest_eval_share
-from llmtrain.data.store import TOKENS_PER_BATCH
-from llmtrain.data.text_rows import Piece, batches, write_stream
+from llmtrain.data.audit import SplitStats
+from llmtrain.data.examples import EncodedSource
+from llmtrain.data.packing import (
+    LENGTHS,
+    TOKENS_PER_BATCH,
+    TokenStore,
+    WrittenRows,
+    create_row_file,
+)
+from llmtrain.data.records import Documents
+from llmtrain.data.splits import Split
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
 from llmtrain.errors import UserError, first_line
+from llmtrain.interfaces.batches import IGNORED
 
 # Characters in a call of the tokenizer, which divides the texts of a call among the CPU cores.
 _ENCODE_CHARACTERS = 1 << 20
@@ -31,174 +68,12 @@ _SEGMENT_CHARACTERS = 1 << 16
 _GAP = re.compile(r"(?<!\s)(?=[^\S\x1c-\x1f])")
 
 
-def documents(source: Source, field: str) -> Iterator[str]:
-    """Yield the text of each record.
-
-    Args:
-        source: the records.
-        field: the name of the field that holds the text.
-
-    Raises:
-        UserError: with the place of a record that has no such field, or no valid text in it.
-    """
-    for place, fields in source.records(field):
-        if field not in fields:
-            names = ", ".join(map(str, fields))
-            raise UserError(
-                f"{place}: no field '{field}'; the record has {names}. Name the field that holds "
-                "the text with --text_field, or the fields of conversations with --columns, such "
-                "as prompt=question completion=answer."
-            )
-
-        text = fields[field]
-        if not isinstance(text, str):
-            raise UserError(f"{place}: field '{field}' is {shown(text)}, not text.")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise UserError(
-                f"{place}: field '{field}' holds half of a surrogate pair, which is not valid text."
-            ) from None
-        yield text
-
-
-@dataclass(slots=True)
-class _Segment:
-    """A part of a document that is encoded by itself."""
+class _Segment(NamedTuple):
+    """A part of a text that is encoded by itself."""
 
     text: str
-    is_first: bool
-    is_last: bool
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-
-class Division(NamedTuple):
-    """The splits of the documents of a source.
-
-    Attributes:
-        is_eval: bool [documents].
-        is_train: bool [documents]. Documents after the first ``max_train_samples`` are neither.
-        is_cut: bool [documents], whether the end of a document is eval data.
-    """
-
-    is_eval: np.ndarray
-    is_train: np.ndarray
-    is_cut: np.ndarray
-
-
-class Corpus:
-    """The documents of a source, divided into training and eval data.
-
-    A document is eval data if its hash is below ``--eval_fraction``. So adding other documents does
-    not move it to the other split. If a split is then almost empty, as with a handful of documents,
-    the eval data are the end of the longest document instead, and of its copies.
-
-    Args:
-        source: the documents.
-        field: the name of the field that holds the text.
-        eval_fraction: the share of the eval data.
-        only_split: the split of all documents; ``None`` to divide them.
-        max_train_samples: how many training documents are used, the first ones; ``None`` for all.
-
-    Attributes:
-        bytes: UTF-8 bytes of each document, once a pass over all is complete.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        field: str,
-        eval_fraction: float,
-        only_split: Split | None = None,
-        max_train_samples: int | None = None,
-    ) -> None:
-        self.source = source
-        self.field = field
-        self.only_split = only_split
-        self.max_train_samples = max_train_samples
-        self.fraction = 0.0 if only_split else eval_fraction
-        self.bytes = np.empty(0, np.int64)
-        self.longest = -1  # the number of the longest document
-        self._hashes = np.empty(0)
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield all documents, and note the size and the hash of each."""
-        sizes = array.array("q")
-        hashes = array.array("d")
-        longest_length = 0
-        earlier = len(self.bytes)
-        for number, text in enumerate(documents(self.source, self.field)):
-            if earlier and number == earlier:
-                raise self.source.changed()
-            encoded = text.encode()
-            sizes.append(len(encoded))
-            hashes.append(hash_fraction(encoded))
-            if len(text) > longest_length:
-                longest_length = len(text)
-                self.longest = number
-            yield text
-
-        if len(sizes) < earlier:
-            raise self.source.changed()
-        self.bytes = np.array(sizes, np.int64)
-        self._hashes = np.array(hashes)
-        if not self.bytes.sum():
-            raise UserError(f"{self.source.flag} {self.source.name} holds no text.")
-
-    def used(self) -> Iterator[tuple[int, str]]:
-        """Yield the documents that a split has something of, each with its number."""
-        if self.max_train_samples is None:  # then these are all documents
-            yield from enumerate(self)
-            return
-        division = self.division_of_all()
-        is_used = division.is_eval | division.is_train | division.is_cut
-        for number, text in enumerate(self):
-            if is_used[number]:
-                yield number, text
-
-    def division_of_all(self) -> Division:
-        """Divide the documents, which depends on all of them: read them once more."""
-        for _ in self:
-            pass
-        return self.division()
-
-    def division(self) -> Division:
-        """Divide the documents, after a pass over all."""
-        is_eval = self._hashes < self.fraction
-        if self.only_split == "eval":
-            is_eval[:] = True
-        eval_bytes = self.bytes[is_eval].sum()
-        largest = self.bytes.sum() * largest_eval_share(self.fraction)
-        is_cut = np.zeros(len(is_eval), bool)
-        if self.fraction and not 0 < eval_bytes <= largest:
-            is_eval[:] = False
-            is_cut = self._hashes == self._hashes[self.longest]
-        return Division(is_eval, first_of(~is_eval, self.max_train_samples), is_cut)
-
-    def cut(self, text: str) -> tuple[str, str]:
-        """Cut a document: return the training data and the eval data in it."""
-        start = int(len(text) * (1 - self.fraction))
-        return text[:start], text[start:]
-
-    def texts(self, split: Split | None = None) -> Iterator[str]:
-        """Yield the texts of one split, or of both."""
-        if split is None:
-            yield from self
-            return
-
-        division = self.division_of_all()
-        is_selected = division.is_eval if split == "eval" else division.is_train
-        for number, text in enumerate(self):
-            if division.is_cut[number]:
-                train_text, eval_text = self.cut(text)
-                if split == "eval":
-                    yield eval_text
-                elif is_selected[number]:
-                    yield train_text
-            elif is_selected[number]:
-                yield text
+    is_first: bool = True
+    is_last: bool = True
 
 
 class EncodedCorpus(EncodedSource):
@@ -208,7 +83,7 @@ class EncodedCorpus(EncodedSource):
     tokenizer that puts one before every text. Then end-of-text belongs to the document, too.
 
     Args:
-        corpus: the documents.
+        documents: the documents.
         tokenizer: the tokenizer.
         is_trained: whether the tokenizer was trained by
             :func:`llmtrain.data.tokenizer.train_tokenizer`. Long documents are then encoded in
@@ -221,14 +96,14 @@ class EncodedCorpus(EncodedSource):
 
     def __init__(
         self,
-        corpus: Corpus,
+        documents: Documents,
         tokenizer: FastTokenizer,
         is_trained: bool,
         columns: Sequence[str],
         folder: Path,
     ) -> None:
-        super().__init__(folder)
-        self.corpus = corpus
+        super().__init__(documents, folder)
+        self.documents = documents
         self.is_trained = is_trained
         self.columns = columns
         self._end_of_text = np.array([tokenizer.eos_token_id], np.int32)
@@ -237,18 +112,17 @@ class EncodedCorpus(EncodedSource):
         if self._has_bos:
             self._first_token = np.array([tokenizer.bos_token_id], np.int32)
 
-        # These come after the call of begins_with_bos(), which changes the same settings.
-        self._backend = tokenizer.backend_tokenizer
+        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True  # "<|endoftext|>" in a text is text
 
-        # The number of the document of each stored sequence. If documents are cut, the last
+        # The document and the UTF-8 bytes of each stored sequence. If documents are cut, the last
         # sequences are their eval data, and those before them are their training data.
         self._documents = array.array("q")
-        self._bytes = array.array("q")  # UTF-8 bytes of each stored sequence's text
-        nothing = np.empty(0, bool)
-        self._division = Division(is_eval=nothing, is_train=nothing, is_cut=nothing)
+        self._bytes = array.array("q")
+        self._waiting: list[_Segment] = []  # to be encoded
+        self._waiting_characters = 0
 
     def encode(self) -> None:
         """Read and encode all documents once.
@@ -256,29 +130,39 @@ class EncodedCorpus(EncodedSource):
         Raises:
             UserError: if no training data are left, or if the tokenizer cannot encode a text.
         """
-        with tqdm(
-            unit="B",
-            unit_scale=True,
+        # The longest document and its copies come last, because they may be cut.
+        longest = ""
+        copies: list[int] = []  # the numbers of these documents
+        bar = tqdm(
+            self.read(),
             desc="tokenising",
+            unit=" documents",
             leave=False,
             disable=not can_show_bars(),
-        ) as bar:
-            segments = itertools.chain.from_iterable(
-                itertools.starmap(self._segments, self._texts())
-            )
-            for batch in batches(segments, _ENCODE_CHARACTERS):
-                check_interrupt()
-                self._store(batch)
-                bar.update(sum(len(segment.text.encode()) for segment in batch))
+        )
+        for number, _, _, text in bar:
+            assert text is not None, "a bad document is an error"
+            if text == longest:
+                copies.append(number)
+            elif len(text) > len(longest):
+                self._add(copies, longest)
+                longest = text
+                copies = [number]
+            else:
+                self._add([number], text)
 
-        if self.corpus.only_split != "eval" and not self._bytes_of("train"):
-            cause = f"--eval_fraction {self.corpus.fraction}"
-            advice = "lower it, or set it to 0"
-            if self.corpus.max_train_samples is not None:
-                cause = f"--max_train_samples {self.corpus.max_train_samples}"
-                advice = "raise it"
-            name = self.corpus.source.name
-            raise UserError(f"{cause} leaves no text of {name} to train on; {advice}.")
+        if self.division.is_cut.any():
+            self._add(copies, self.documents.cut(longest, "train"))
+            self._add(copies, self.documents.cut(longest, "eval"))
+        else:
+            self._add(copies, longest)
+        self._encode_waiting()
+        trained = np.array(self._bytes, np.int64)[self._sequences_in("train")]
+        if self.documents.only_split != "eval" and not trained.any():
+            raise UserError(
+                f"no text of {self.documents.source.name} is left to train on; lower "
+                "--eval_fraction, or raise --max_train_samples."
+            )
 
     def lengths(self, split: Split) -> np.ndarray:
         """Return no lengths: text is cut into rows of any length."""
@@ -286,59 +170,40 @@ class EncodedCorpus(EncodedSource):
 
     def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
         """Write the rows of a split, which hold ``max_length + 1`` tokens."""
-        size = self._bytes_of(split)
-        sequences = self._sequences_of(split) if size else np.empty(0, np.int64)
-        cut_documents = int((self._division.is_cut & self._division.is_train).sum())
-        stream = self._stream(sequences)
-        written = write_stream(path, stream, block_size=max_length, columns=self.columns)
-        return SplitStats(
-            # A document that is cut counts as eval data.
-            records=len(sequences) - (cut_documents if split == "train" else 0),
-            rows=written.rows,
-            targets=written.targets,
-            bytes=size,
-            sha256=written.sha256,
-        )
+        sequences = self._sequences_in(split)
+        size = int(np.array(self._bytes, np.int64)[sequences].sum())
+        if size == 0:
+            sequences = sequences[:0]
+        records = len(sequences)
+        if split == "train":  # a document that is cut counts as eval data
+            records -= int((self.division.is_cut & self.division.is_train).sum())
+        end = self._end_of_text[: 0 if self._has_bos else len(sequences)]
+        written = write_stream(path, self.store, sequences, end, max_length, self.columns)
+        return SplitStats(records=records, bytes=size, **written._asdict())
 
     # --- from documents to the store
 
-    def _texts(self) -> Iterator[tuple[int, str]]:
-        """Yield what is stored, each text after the number of its document.
-
-        The longest document and its copies come last, because they may be cut.
-        """
-        longest = ""
-        copies: list[int] = []  # the numbers of the longest document and of its copies
-        for number, text in self.corpus.used():
-            if text == longest:
-                copies.append(number)
-            elif len(text) > len(longest):
-                yield from zip(copies, itertools.repeat(longest), strict=False)
-                longest = text
-                copies = [number]
-            else:
-                yield number, text
-
-        self._division = self.corpus.division()
-        parts: Sequence[str] = [longest]
-        if self._division.is_cut.any():
-            parts = self.corpus.cut(longest)
-        for part in parts:
-            yield from zip(copies, itertools.repeat(part), strict=False)
-
-    def _segments(self, document: int, text: str) -> Iterator[_Segment]:
-        """Note which text is stored next, and split it for the threads of the tokenizer.
+    def _add(self, documents: Sequence[int], text: str) -> None:
+        """Store a text once for each document that holds it. Short ones are encoded together.
 
         A text is not split if that might change its tokens.
         """
-        self._documents.append(document)
-        self._bytes.append(len(text.encode()))
-        if self.is_trained:
-            return _segments_of(text)
-        return iter([_Segment(text, is_first=True, is_last=True)])
+        for document in documents:
+            self._documents.append(document)
+            self._bytes.append(len(text.encode()))
+            segments = _segments_of(text) if self.is_trained else [_Segment(text)]
+            for segment in segments:
+                self._waiting.append(segment)
+                self._waiting_characters += len(segment.text)
+                if self._waiting_characters >= _ENCODE_CHARACTERS:
+                    self._encode_waiting()
 
-    def _store(self, segments: list[_Segment]) -> None:
-        """Encode segments on all CPU cores, and store their tokens."""
+    def _encode_waiting(self) -> None:
+        """Encode the waiting segments on all CPU cores, and store their tokens."""
+        check_interrupt()
+        segments = self._waiting
+        self._waiting = []
+        self._waiting_characters = 0
         texts = [segment.text for segment in segments]
         try:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
@@ -358,36 +223,16 @@ class EncodedCorpus(EncodedSource):
 
     # --- from the store to rows
 
-    def _is_in(self, split: Split) -> np.ndarray:
-        """Return whether each stored sequence is in a split, bool [sequences]."""
-        documents = np.array(self._documents, np.int64)
-        is_document_in = self._division.is_eval if split == "eval" else self._division.is_train
-        is_in = is_document_in[documents]
-        is_in[len(is_in) - self._division.is_cut.sum() :] = split == "eval"
-        return is_in
-
-    def _sequences_of(self, split: Split) -> np.ndarray:
+    def _sequences_in(self, split: Split) -> np.ndarray:
         """Return the numbers of the sequences of a split, in the order of the documents."""
-        sequences = np.flatnonzero(self._is_in(split))
-        documents_of_split = np.array(self._documents, np.int64)[sequences]
-        return sequences[np.argsort(documents_of_split, kind="stable")]
-
-    def _bytes_of(self, split: Split) -> int:
-        """Return the UTF-8 bytes of the text in a split."""
-        return int(np.array(self._bytes, np.int64)[self._is_in(split)].sum())
-
-    def _stream(self, sequences: np.ndarray) -> Iterator[Piece]:
-        """Yield the stream of a split: its documents, and end-of-text after the last one."""
-        stops = self.store.stops
-        lengths = self.store.lengths
-        for sequence in sequences.tolist():
-            stop = int(stops[sequence])
-            begin = stop - int(lengths[sequence])
-            for start in range(begin, stop, TOKENS_PER_BATCH):
-                tokens = self.store.read_encoded(start, min(start + TOKENS_PER_BATCH, stop))
-                yield Piece(tokens, begins_document=start == begin)
-        if len(sequences) and not self._has_bos:
-            yield Piece(self._end_of_text)
+        documents = np.array(self._documents, np.int64)
+        is_in = self.division.is_in(split)[documents]
+        cut_documents = int(self.division.is_cut.sum())
+        if cut_documents:
+            is_eval_part = np.arange(len(documents)) >= len(documents) - cut_documents
+            is_in &= is_eval_part == (split == "eval")
+        sequences = np.flatnonzero(is_in)
+        return sequences[np.argsort(documents[sequences], kind="stable")]
 
 
 def _segments_of(text: str) -> Iterator[_Segment]:
@@ -397,3 +242,84 @@ def _segments_of(text: str) -> Iterator[_Segment]:
         yield _Segment(text[start : gap.start()], is_first=start == 0, is_last=False)
         start = gap.start()
     yield _Segment(text[start:], is_first=start == 0, is_last=True)
+
+
+def write_stream(
+    path: Path,
+    store: TokenStore,
+    sequences: np.ndarray,
+    end: np.ndarray,
+    block_size: int,
+    columns: Sequence[str],
+) -> WrittenRows:
+    """Write documents as one stream, in rows that overlap by one token.
+
+    Args:
+        path: the file to write.
+        store: holds the documents.
+        sequences: int64 [documents], the number of each in the store.
+        end: int32, the tokens after the last document, if there are any.
+        block_size: a row holds one token more.
+        columns: the columns of the rows.
+    """
+    stops = store.stops[sequences]
+    lengths = store.lengths[sequences]
+    begins = np.cumsum(lengths) - lengths  # of each document in the stream
+    offsets = stops - lengths - begins  # from its indices in the stream to those in the store
+    tokens = int(lengths.sum()) + len(end)
+    targets = max(tokens - 1, 0)
+    rows = -(-targets // block_size)
+    tail = np.append(end, np.full(rows * block_size - targets, IGNORED, np.int32))
+    are_isolated = "position_ids" in columns
+
+    digest = hashlib.sha256()
+    for stop, length in zip(stops.tolist(), lengths.tolist(), strict=True):
+        if are_isolated:
+            digest.update(b"|")  # tokens have four bytes each, so this is unambiguous
+        for start in range(stop - length, stop, TOKENS_PER_BATCH):
+            piece = store.read_encoded(start, min(start + TOKENS_PER_BATCH, stop))
+            digest.update(piece.astype("<i4").tobytes())
+    digest.update(end.astype("<i4").tobytes())
+
+    widths = dict.fromkeys(columns, block_size + 1)
+    if LENGTHS in widths:
+        widths[LENGTHS] = 1
+    rows_per_batch = max(TOKENS_PER_BATCH // block_size, 1)
+    with create_row_file(path, widths) as write:
+        for row in range(0, rows, rows_per_batch):
+            start = row * block_size
+            stop = min(row + rows_per_batch, rows) * block_size + 1
+            first = np.searchsorted(begins, start, side="right") - 1
+            last = np.searchsorted(begins, stop)
+            piece_starts = np.maximum(begins[first:last], start) + offsets[first:last]
+            piece_stops = np.minimum(stop + offsets[first:last], stops[first:last])
+            pieces = list(map(store.read_encoded, piece_starts.tolist(), piece_stops.tolist()))
+            if stop > tokens - len(end):
+                pieces.append(tail)
+            ids = _overlapping_rows(np.concatenate(pieces), block_size)
+            values = {"input_ids": ids, "labels": ids}
+            values[LENGTHS] = (ids != IGNORED).sum(axis=1, keepdims=True)
+            if are_isolated:
+                is_begin = np.zeros(stop - start, np.bool_)
+                is_begin[np.maximum(begins[first:last], start) - start] = True
+                is_begin[tokens - start :][:1] = True  # the padding is a document of its own
+                values["position_ids"] = _positions(_overlapping_rows(is_begin, block_size))
+            write(values)
+
+    return WrittenRows(rows=rows, targets=targets, sha256=digest.hexdigest())
+
+
+def _overlapping_rows(stream: np.ndarray, block_size: int) -> np.ndarray:
+    """Return the full rows [rows, block_size + 1] at the beginning of a stream."""
+    return np.lib.stride_tricks.sliding_window_view(stream, block_size + 1)[::block_size]
+
+
+def _positions(is_begin: np.ndarray) -> np.ndarray:
+    """Return position ids [rows, width] that restart at each document and at each row.
+
+    Args:
+        is_begin: bool [rows, width], whether a token begins a document.
+    """
+    indices = np.arange(is_begin.shape[1])
+    starts = np.maximum.accumulate(np.where(is_begin, indices, 0), axis=1)
+    return indices - starts

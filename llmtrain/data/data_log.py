@@ -3,8 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from llmtrain.console import is_or_are, pluralize, say
-from llmtrain.data.audit import COVERED_SHARE, Audit, overlong_sentence
+from llmtrain.data.audit import COVERED_SHARE, Audit
 from llmtrain.data.chat_template import DEFAULT_TEMPLATE
 from llmtrain.data.metadata import DataMetadata
 from llmtrain.data.readers import Source
@@ -44,7 +46,7 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
         _describe_task(request, metadata)
     if metadata.eval_audit:
         eval_audit = Audit(**metadata.eval_audit)
-        if eval_audit.has_omissions:
+        if eval_audit.bad or eval_audit.overlong or eval_audit.untrained:
             say("eval", eval_audit.left_out())
     _describe_shares(rows, [source.name for source in request.train])
 
@@ -87,34 +89,33 @@ def _describe_unread_splits(sources: Sequence[Source]) -> None:
 
 def _describe_task(request: DataRequest, metadata: DataMetadata) -> None:
     """Print what is trained, and how many conversations or pairs are left out and why."""
-    if request.chat is None:
-        say("task", "continued pretraining: the records are text, not conversations")
+    if request.chat is not None:
+        for note in request.chat.packing_notes:
+            say("packing", note)
+    if not metadata.audit:
+        say("task", "continued pretraining: the training records are text, not conversations")
         return
 
-    for note in request.chat.packing_notes:
-        say("packing", note)
+    task = "fine-tuning on the assistant's turns"
+    if metadata.task == "preferences":
+        task = "preference training"
+    elif "text" in [each.format for each in request.sources if each.is_for_training]:
+        task += ", and on every token of the text"
+    formats = ", ".join(dict.fromkeys(requested.format for requested in request.sources))
+    say("task", f"{task}: the records are {formats}")
 
-    if metadata.audit:
-        formats = ", ".join(dict.fromkeys(requested.format for requested in request.sources))
-        if metadata.task == "preferences":
-            task = "preference training"
-        elif "text" in [each.format for each in request.sources if each.is_for_training]:
-            task = "fine-tuning on the assistant's turns, and on every token of the text"
-        else:
-            task = "fine-tuning on the assistant's turns"
-        say("task", f"{task}: the records are {formats}")
-        audit = Audit(**metadata.audit)
-        for line in audit.lines():
-            say("audit", line)
-        if request.max_length == "auto":
-            say("lengths", f"--max_length auto is {metadata.block_size:,}")
-        if audit.overlong > (1 - COVERED_SHARE) * audit.examples:
-            sentence = overlong_sentence(
-                audit.overlong, audit.examples, metadata.block_size, metadata.covering_length
-            )
-            say("lengths", sentence)
-    else:
-        say("task", "continued pretraining: the training records are text, not conversations")
+    audit = Audit(**metadata.audit)
+    for line in audit.lines():
+        say("audit", line)
+    if request.max_length == "auto":
+        say("lengths", f"--max_length auto is {metadata.block_size:,}")
+    if audit.overlong > (1 - COVERED_SHARE) * audit.examples:
+        say(
+            "lengths",
+            f"{audit.overlong:,} of {audit.examples:,} {is_or_are(audit.overlong)} longer than "
+            f"--max_length {metadata.block_size:,}; --max_length {metadata.covering_length} holds "
+            f"{COVERED_SHARE:.1%}",
+        )
 
 
 def _describe_shares(rows: Tokenized, names: list[str]) -> None:
@@ -128,16 +129,11 @@ def _describe_shares(rows: Tokenized, names: list[str]) -> None:
 
     # Without a mixture every row is drawn once per epoch.
     drawn_rows = metadata.source_rows if rows.mixture is None else rows.mixture.counts
-    drawn_targets = []
-    for i, drawn in enumerate(drawn_rows):
-        targets_per_row = metadata.source_targets[i] / metadata.source_rows[i]
-        drawn_targets.append(drawn * targets_per_row)
-
-    shares: list[str] = []
+    targets_per_row = np.array(metadata.source_targets) / metadata.source_rows
+    drawn_targets = np.array(drawn_rows) * targets_per_row
+    shares = []
     for i, name in enumerate(short_names(names)):
         row_share = drawn_rows[i] / sum(drawn_rows)
-        target_share = drawn_targets[i] / sum(drawn_targets)
-        of_rows = "" if shares else " of rows"
-        of_targets = "" if shares else " of target tokens"
-        shares.append(f"{name} {row_share:.1%}{of_rows}, {target_share:.1%}{of_targets}")
+        target_share = drawn_targets[i] / drawn_targets.sum()
+        shares.append(f"{name} {row_share:.1%} of rows, {target_share:.1%} of target tokens")
     say("mixture", "; ".join(shares))

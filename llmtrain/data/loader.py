@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from llmtrain.data.grouping import LengthGrouping
+from llmtrain.data.packing import LENGTHS, PREFERENCE_COLUMNS, Rows, as_matrices
 from llmtrain.data.samplers import EvalSampler, GlobalBatchSampler, Slot, eval_batch_size
 from llmtrain.data.shuffle import Mixture
-from llmtrain.data.store import LENGTHS, PREFERENCE_COLUMNS, Rows, as_matrices
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch, Trimming
 from llmtrain.padded_sizes import padded_size
 from llmtrain.seeds import mix, seed_of

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.audit import total_audit
-from llmtrain.data.encoded import SplitStats
+from llmtrain.data.audit import SplitStats, total_audit
 
 
 @dataclass

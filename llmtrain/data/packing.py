@@ -1,8 +1,9 @@
-"""Fit examples into rows of one length, with as little padding as possible.
+"""Rows of tokens: which examples share one, and the memory-mapped Arrow files that hold them.
 
-No example is split. A packed row holds complete examples one after the other. Their
-``position_ids`` restart at each, which tells attention where a document ends. The first label of
-each is -100, because its first token has no context.
+Token sequences wait in a :class:`TokenStore` until it is decided which rows they go to. No example
+is split. A packed row holds complete examples one after the other. Their ``position_ids`` restart
+at each, which tells attention where a document ends. The first label of each is -100, because its
+first token has no context.
 
 A row of preference data holds complete pairs of answers. Its column ``answers`` has the code of the
 answer that each position belongs to; see :mod:`llmtrain.interfaces.answer_codes`.
@@ -12,26 +13,111 @@ An unpacked row holds one conversation, or a pair with each answer in half of th
 
 The second answer of a pair may share the prompt of the first. Then its ``position_ids`` continue
 those of the prompt, and its first token is a copy of the last token of the prompt.
+
+``datasets`` can read the files of rows, too.
 """
 
+import array
+import contextlib
 import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from llmtrain.data.store import (
-    LENGTHS,
-    PREFERENCE_COLUMNS,
-    TOKEN_COLUMNS,
-    TOKENS_PER_BATCH,
-    TokenStore,
-    create_row_file,
-    decoded_ids,
-)
 from llmtrain.interfaces.answer_codes import PADDING, answer_code
 from llmtrain.interfaces.batches import IGNORED
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow
+
+Rows: TypeAlias = "TokenRows | datasets.Dataset"
+RowWriter: TypeAlias = Callable[[Mapping[str, np.ndarray]], None]
+
+# Unpacked rows have the column `lengths` instead of the last one.
+TOKEN_COLUMNS = ["input_ids", "labels", "position_ids"]
+PREFERENCE_COLUMNS = ["input_ids", "labels", "answers", "position_ids"]
+LENGTHS = "lengths"
+# The tokens that are written at a time: 16 MiB for each column. A reader needs some kilobytes for
+# each batch.
+TOKENS_PER_BATCH = 1 << 22
+
+
+class TokenStore:
+    """Token sequences in a temporary file, until it is decided which rows they go to.
+
+    A token that is not a target is stored as its bitwise complement, which is negative.
+
+    Args:
+        path: the file. It is deleted when the store is closed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("w+b")
+        self._stops = array.array("q")  # the index in the file after each sequence
+        self._size = 0
+
+    def __len__(self) -> int:
+        return len(self._stops)
+
+    def add(self, ids: np.ndarray, loss_mask: np.ndarray) -> None:
+        """Add a sequence.
+
+        Args:
+            ids: int32 [n], the tokens.
+            loss_mask: bool [n], whether each token is a target.
+        """
+        self.extend(np.where(loss_mask, ids, ~ids))
+        self.end_sequence()
+
+    def extend(self, encoded: np.ndarray) -> None:
+        """Add tokens, as they are stored, to the sequence that :meth:`end_sequence` will end."""
+        self._file.write(encoded.astype(np.int32, copy=False).tobytes())
+        self._size += len(encoded)
+
+    def end_sequence(self) -> None:
+        """End a sequence: the next token belongs to another one."""
+        self._stops.append(self._size)
+
+    def close(self) -> None:
+        """Delete the file."""
+        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what is left to write may not fit on the disk
+            self._file.close()
+
+    @property
+    def stops(self) -> np.ndarray:
+        """The index after the last token of each sequence, int64 [sequences]."""
+        return np.array(self._stops, np.int64)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The number of tokens of each sequence, int64 [sequences]."""
+        return np.diff(self.stops, prepend=0)
+
+    def read_encoded(self, start: int, stop: int) -> np.ndarray:
+        """Return tokens as they are stored, given their indices in the file, int32."""
+        self._file.flush()
+        size = np.dtype(np.int32).itemsize
+        content = os.pread(self._file.fileno(), (stop - start) * size, start * size)
+        return np.frombuffer(content, np.int32)
+
+    def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of a sequence, int32 [n], and its loss mask, bool [n]."""
+        start = self._stops[number - 1] if number else 0
+        encoded = self.read_encoded(start, self._stops[number])
+        return decoded_ids(encoded), encoded >= 0
+
+
+def decoded_ids(encoded: np.ndarray) -> np.ndarray:
+    """Return the tokens behind stored ones, whether they are targets or not."""
+    ids: np.ndarray = np.maximum(encoded, ~encoded)
+    return ids
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -72,20 +158,6 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return [sorted(row) for row in rows]
 
 
-class _Part(NamedTuple):
-    """Tokens of one sequence that are contiguous in a row.
-
-    Attributes:
-        tokens: int32 [n], as they are stored.
-        first_position: the position id of the first token.
-        answer: the code of the answer; 0 for a conversation.
-    """
-
-    tokens: np.ndarray
-    first_position: int
-    answer: int
-
-
 @dataclass
 class Examples:
     """The tokens of a :class:`TokenStore` that go to the rows, example by example.
@@ -106,33 +178,13 @@ class Examples:
     stops: np.ndarray
     is_first_desirable: np.ndarray | None = None
 
-    @classmethod
-    def of_sequences(cls, sequences: np.ndarray, lengths: np.ndarray) -> "Examples":
-        """Return examples that have one part each.
-
-        Args:
-            sequences: int64 [examples], the number of each sequence in the store.
-            lengths: int64 [examples], how many of its tokens are written.
-        """
-        return cls(
-            sequences=sequences[:, None],
-            starts=np.zeros((len(sequences), 1), np.int64),
-            stops=lengths[:, None],
-        )
-
     def __len__(self) -> int:
         return len(self.sequences)
 
     @property
-    def are_pairs(self) -> bool:
-        """Whether the examples are pairs of answers."""
-        return self.is_first_desirable is not None
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """The number of tokens of each example, int64 [examples]."""
-        lengths: np.ndarray = (self.stops - self.starts).sum(axis=1)
-        return lengths
+    def parts(self) -> int:
+        """The number of parts of each example."""
+        return int(self.sequences.shape[1])
 
 
 class WrittenRows(NamedTuple):
@@ -140,13 +192,15 @@ class WrittenRows(NamedTuple):
 
     Attributes:
         rows: how many there are.
-        pairs: the largest number of pairs in a row; 0 for conversations.
+        targets: their target tokens.
         sha256: a hex digest of the tokens, of their loss mask and of how they became rows.
+        pairs: the largest number of pairs in a row; 0 unless the rows hold preference data.
     """
 
     rows: int
-    pairs: int
+    targets: int
     sha256: str
+    pairs: int = 0
 
 
 def write_rows(
@@ -168,123 +222,181 @@ def write_rows(
             own, and each answer of a pair half a row.
         note: a further text that the hash depends on.
     """
-    return _ExampleWriter(store, examples, width, packing).write(path, note)
+    are_pairs = examples.is_first_desirable is not None
+    widths = dict.fromkeys(PREFERENCE_COLUMNS if are_pairs else TOKEN_COLUMNS, width)
+    if packing:
+        rows = best_fit((examples.stops - examples.starts).sum(axis=1), width)
+    else:
+        rows = [[example] for example in range(len(examples))]
+        widths.pop("position_ids")  # a row with one document needs none
+        widths[LENGTHS] = examples.parts
+
+    # The first token of each part in the store.
+    starts = np.append(0, store.stops)[examples.sequences] + examples.starts
+    stops = starts + examples.stops - examples.starts
+
+    def tokens_of(example: int, part: int) -> np.ndarray:
+        return store.read_encoded(int(starts[example, part]), int(stops[example, part]))
+
+    targets = 0
+    rows_per_batch = max(TOKENS_PER_BATCH // width, 1)
+    with create_row_file(path, widths) as write:
+        for start in range(0, len(rows), rows_per_batch):
+            batch = rows[start : start + rows_per_batch]
+            columns = _columns_of(batch, examples, tokens_of, width, packing)
+            targets += int((columns["labels"] != IGNORED).sum())
+            write(columns)
+
+    digest = hashlib.sha256()
+    for example in range(len(examples)):
+        parts = [tokens_of(example, part) for part in range(examples.parts)]
+        tokens = np.concatenate(parts)
+        digest.update(decoded_ids(tokens).astype("<i4").tobytes())
+        digest.update(np.packbits(tokens >= 0).tobytes())
+        if examples.is_first_desirable is not None:
+            shared = examples.starts[example, 1]
+            is_desirable = bool(examples.is_first_desirable[example])
+            digest.update(f"{len(parts[0])} {shared} {is_desirable}".encode())
+    digest.update(f"{width} {packing}{note}".encode())
+
+    return WrittenRows(
+        rows=len(rows),
+        targets=targets,
+        sha256=digest.hexdigest(),
+        pairs=max(map(len, rows), default=0) if are_pairs else 0,
+    )
 
 
-class _ExampleWriter:
-    """Writes examples as rows; see :func:`write_rows`."""
+def _columns_of(
+    rows: list[list[int]],
+    examples: Examples,
+    tokens_of: Callable[[int, int], np.ndarray],
+    width: int,
+    packing: bool,
+) -> dict[str, np.ndarray]:
+    """Lay out some rows.
 
-    def __init__(self, store: TokenStore, examples: Examples, width: int, packing: bool) -> None:
-        self.store = store
-        # Sequence i is stored from borders[i] to borders[i + 1].
-        self.borders = [0, *store.stops.tolist()]
-        self.examples = examples
-        self.width = width
-        self.packing = packing
+    Args:
+        rows: the numbers of each row's examples.
+        examples: all examples.
+        tokens_of: returns the tokens of an example's part, as they are stored.
+        width: the number of tokens in a row.
+        packing: whether the parts of an example follow each other.
 
-    def write(self, path: Path, note: str) -> WrittenRows:
-        """Write all rows."""
-        if self.packing:
-            rows = best_fit(self.examples.lengths, self.width)
-        else:
-            rows = [[number] for number in range(len(self.examples))]
+    Returns:
+        Columns, each int32 [rows, width]; ``lengths`` is int32 [rows, parts], and only right if
+        rows are not packed.
+    """
+    shape = (len(rows), width)
+    ids = np.zeros(shape, np.int32)
+    labels = np.full(shape, IGNORED, np.int32)
+    positions = np.zeros(shape, np.int32)
+    answers = np.full(shape, PADDING, np.int32)
+    lengths = np.zeros((len(rows), examples.parts), np.int32)
 
-        columns = PREFERENCE_COLUMNS if self.examples.are_pairs else TOKEN_COLUMNS
-        widths = dict.fromkeys(columns, self.width)
-        if not self.packing:
-            widths.pop("position_ids")  # a row with one document needs none
-            widths[LENGTHS] = 2 if self.examples.are_pairs else 1
-
-        with create_row_file(path, widths) as write:
-            count = max(TOKENS_PER_BATCH // self.width, 1)
-            for start in range(0, len(rows), count):
-                write(self._columns(rows[start : start + count]))
-
-        pairs = max(map(len, rows), default=0) if self.examples.are_pairs else 0
-        return WrittenRows(rows=len(rows), pairs=pairs, sha256=self._digest(note))
-
-    def _digest(self, note: str) -> str:
-        """Hash the tokens of all examples, in their order, and how they become rows."""
-        digest = hashlib.sha256()
-        for number in range(len(self.examples)):
-            parts = self._parts(number, number_in_row=0)
-            tokens = np.concatenate([part.tokens for part in parts])
-            digest.update(decoded_ids(tokens).astype("<i4").tobytes())
-            digest.update(np.packbits(tokens >= 0).tobytes())
-            if self.examples.is_first_desirable is not None:
-                first, second = parts
-                is_desirable = bool(self.examples.is_first_desirable[number])
-                digest.update(
-                    f"{len(first.tokens)} {second.first_position} {is_desirable}".encode()
-                )
-        digest.update(f"{self.width} {self.packing}{note}".encode())
-        return digest.hexdigest()
-
-    def _columns(self, rows: list[list[int]]) -> dict[str, np.ndarray]:
-        """Return the columns of some rows, each int32 [rows, width].
-
-        The column ``lengths`` is int32 [rows, 1 or 2]. It is only right if rows are not packed.
-
-        Args:
-            rows: the numbers of each row's examples.
-        """
-        shape = (len(rows), self.width)
-        columns = {
-            "input_ids": np.full(shape, 0, np.int32),
-            "labels": np.full(shape, IGNORED, np.int32),
-            "position_ids": np.full(shape, 0, np.int32),
-            "answers": np.full(shape, PADDING, np.int32),
-            LENGTHS: np.zeros((len(rows), 2 if self.examples.are_pairs else 1), np.int32),
-        }
-        for i, row in enumerate(rows):
-            self._fill_row(row, {name: column[i] for name, column in columns.items()})
-        return columns
-
-    def _fill_row(self, row: list[int], columns: dict[str, np.ndarray]) -> None:
-        """Lay out the examples of a row, and number the positions of its padding.
-
-        Args:
-            row: the numbers of its examples.
-            columns: the values of the row in each column, as they are if it is all padding.
-        """
-        half = self.width // 2
+    longest = width // examples.parts  # of a part
+    for i, row in enumerate(rows):
         end = 0  # of the tokens in the row so far
         for number_in_row, example in enumerate(row):
-            for part_number, part in enumerate(self._parts(example, number_in_row)):
-                is_second_half = part_number == 1 and not self.packing
-                start = half if is_second_half else end
-                end = start + len(part.tokens)
-                columns[LENGTHS][part_number] = len(part.tokens)
-                _fill_part(part, {name: column[start:end] for name, column in columns.items()})
+            for part in range(examples.parts):
+                tokens = tokens_of(example, part)
+                start = end if packing else part * longest
+                end = start + len(tokens)
+                ids[i, start:end] = decoded_ids(tokens)
+                labels[i, start + 1 : end] = np.where(tokens < 0, IGNORED, tokens)[1:]
+                first_position = examples.starts[example, part]
+                positions[i, start:end] = first_position + np.arange(len(tokens))
+                if examples.is_first_desirable is not None:
+                    answers[i, start:end] = answer_code(
+                        pair=number_in_row,
+                        is_second=part == 1,
+                        is_undesirable=not examples.is_first_desirable[example],
+                    )
+                lengths[i, part] = len(tokens)
 
         # Padding is a document of its own, or several if it is longer than any example may be.
-        longest = half if self.examples.are_pairs else self.width
-        columns["position_ids"][end:] = np.arange(self.width - end) % longest
+        positions[i, end:] = np.arange(width - end) % longest
 
-    def _parts(self, example: int, number_in_row: int) -> list[_Part]:
-        """Return the parts of an example: the two answers of a pair, or one conversation."""
-        parts = []
-        sequences = self.examples.sequences[example].tolist()
-        starts = self.examples.starts[example].tolist()
-        stops = self.examples.stops[example].tolist()
-        for i, sequence in enumerate(sequences):
-            begin = self.borders[sequence]
-            tokens = self.store.read_encoded(begin + starts[i], begin + stops[i])
-            code = 0
-            if self.examples.is_first_desirable is not None:
-                code = answer_code(
-                    pair=number_in_row,
-                    is_second=i == 1,
-                    is_undesirable=not self.examples.is_first_desirable[example],
-                )
-            parts.append(_Part(tokens, first_position=starts[i], answer=code))
-        return parts
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "position_ids": positions,
+        "answers": answers,
+        LENGTHS: lengths,
+    }
 
 
-def _fill_part(part: _Part, columns: dict[str, np.ndarray]) -> None:
-    """Write the tokens of a part to its stretch of a row, by column."""
-    columns["input_ids"][:] = decoded_ids(part.tokens)
-    columns["labels"][:] = np.where(part.tokens < 0, IGNORED, part.tokens)
-    columns["labels"][:1] = IGNORED  # nothing in the part predicts its first token
-    columns["position_ids"][:] = part.first_position + np.arange(len(part.tokens))
-    columns["answers"][:] = part.answer
+@contextlib.contextmanager
+def create_row_file(path: Path, widths: Mapping[str, int]) -> Iterator[RowWriter]:
+    """Create a file of rows, and yield a function that appends rows to it.
+
+    The function takes the values of each column, int32 [rows, width], by the column's name.
+
+    Args:
+        path: the file.
+        widths: the number of values that a row has in each column, by the column's name.
+    """
+    import pyarrow
+
+    list_types = {name: pyarrow.list_(pyarrow.int32(), width) for name, width in widths.items()}
+    schema = pyarrow.schema([*list_types.items()])
+
+    with path.open("wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
+
+        def write(values: Mapping[str, np.ndarray]) -> None:
+            arrays = []
+            for name, list_type in list_types.items():
+                flat = np.ascontiguousarray(values[name], np.int32).ravel()
+                arrays.append(pyarrow.FixedSizeListArray.from_arrays(flat, type=list_type))
+            writer.write_batch(pyarrow.RecordBatch.from_arrays(arrays, schema=schema))
+
+        yield write
+
+
+class TokenRows:
+    """Rows of tokens: columns of integer lists. All lists of a column have the same length.
+
+    A run reads them without ``datasets``, whose import would take half a second at every start.
+    """
+
+    def __init__(self, data: "pyarrow.Table") -> None:
+        self.data = data
+        self.column_names: list[str] = data.column_names
+
+    @classmethod
+    def open(cls, paths: Sequence[Path]) -> "TokenRows":
+        """Map the rows of several files into memory, one file after the other.
+
+        Raises:
+            OSError: if a file is damaged or absent.
+            ValueError: if a file is damaged.
+        """
+        import pyarrow
+
+        streams = [pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) for path in paths]
+        return cls(pyarrow.concat_tables(stream.read_all() for stream in streams))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, row: int) -> dict[str, list[int]]:
+        return dict(self.data.slice(row, 1).to_pylist()[0])
+
+    @property
+    def dataset(self) -> "datasets.Dataset":
+        """The rows as a ``datasets.Dataset``."""
+        import datasets
+        from datasets.fingerprint import generate_random_fingerprint
+
+        table = datasets.table.InMemoryTable(self.data)
+        return datasets.Dataset(table, fingerprint=generate_random_fingerprint())
+
+
+def as_matrices(column: "pyarrow.ChunkedArray") -> list[np.ndarray]:
+    """Return the chunks of a column of lists, each as an array [rows, length], without a copy."""
+    matrices = []
+    for chunk in column.chunks:
+        if len(chunk):
+            values = np.from_dlpack(chunk.flatten())  # to_numpy() would import pandas
+            matrices.append(values.reshape(len(chunk), -1))
+    return matrices

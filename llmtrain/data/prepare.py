@@ -10,30 +10,28 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 
 from llmtrain.console import note
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.audit import covering_length, describe_overlong, total_audit
+from llmtrain.data.audit import SplitStats, covering_length, total_audit
 from llmtrain.data.chat_template import REASONING_OPTION, set_template
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
-from llmtrain.data.conversations import EncodedConversations
-from llmtrain.data.corpus import Corpus, EncodedCorpus
+from llmtrain.data.corpus import EncodedCorpus
 from llmtrain.data.data_log import describe
-from llmtrain.data.encoded import EncodedSource, SplitStats
+from llmtrain.data.examples import EncodedConversations, EncodedSource
 from llmtrain.data.formats import conversation_of, preference_of
 from llmtrain.data.metadata import DataMetadata, metadata_of
+from llmtrain.data.packing import TokenRows
 from llmtrain.data.pairs import EncodedPairs
-from llmtrain.data.readers import Source
-from llmtrain.data.records import Records
+from llmtrain.data.records import Documents, Records, text_of
 from llmtrain.data.render import AnyRenderer, make_renderer
 from llmtrain.data.request import DataRequest, make_request
 from llmtrain.data.requested_sources import RequestedSource
 from llmtrain.data.shuffle import Mixture
 from llmtrain.data.sources import PythonRecords, records_source
-from llmtrain.data.store import TokenRows
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import (
@@ -47,8 +45,6 @@ from llmtrain.files import (
 )
 from llmtrain.locks import file_lock
 from llmtrain.once_per_machine import once_per_machine
-
-_Reader: TypeAlias = Corpus | Records[Any]
 
 
 def tokenize(
@@ -274,16 +270,17 @@ def _make(folder: Path, request: DataRequest) -> None:
 # --- the stages of each source
 
 
-def _reader_of(requested: RequestedSource, request: DataRequest) -> _Reader:
+def _reader_of(requested: RequestedSource, request: DataRequest) -> Records[Any]:
     """Return the documents or the records of a source, which it yields when they are encoded."""
     source, format, only_split, text_field = requested
     if request.chat is None or format == "text":
-        return Corpus(
+        return Documents(
             source,
-            text_field,
+            partial(text_of, field=text_field),
             request.eval_fraction,
             only_split,
-            max_train_samples=request.max_train_samples,
+            request.max_train_samples,
+            field=text_field,
         )
 
     read: Callable[..., Any]
@@ -296,14 +293,14 @@ def _reader_of(requested: RequestedSource, request: DataRequest) -> _Reader:
         source,
         partial(read, has_artificial_nulls=source.has_artificial_nulls),
         request.eval_fraction,
+        only_split,
+        request.max_train_samples,
         skips_bad=request.chat.on_bad_row == "skip",
-        only_split=only_split,
-        max_train_samples=request.max_train_samples,
     )
 
 
 def _encoder_of(
-    reader: _Reader,
+    reader: Records[Any],
     tokenizer: tok.FastTokenizer,
     renderer: AnyRenderer | None,
     request: DataRequest,
@@ -318,7 +315,7 @@ def _encoder_of(
         request: the rows to make.
         folder: the folder of a temporary file.
     """
-    if isinstance(reader, Corpus):
+    if isinstance(reader, Documents):
         is_trained = tok.is_trained(request.tokenizer.spec)
         return EncodedCorpus(reader, tokenizer, is_trained, request.text_columns, folder)
 
@@ -354,8 +351,6 @@ def _write_rows(
             train.append(source.write(working / f"train-{len(train)}.arrow", "train", length))
         if requested.is_for_eval:
             eval.append(source.write(working / f"eval-{len(eval)}.arrow", "eval", length))
-        if requested.only_split == "eval":
-            _check_eval_data(requested.source, source, eval[-1], length)
 
     if request.chat is None and train:
         sizes = [stats.targets for stats in train]
@@ -367,20 +362,3 @@ def _write_rows(
                 f"({smallest + 1} tokens of {name}); use at most {max(smallest, 1)}, or more text."
             )
     return train, eval
-
-
-def _check_eval_data(
-    source: Source, encoded: EncodedSource, stats: SplitStats, length: int
-) -> None:
-    """Raise :class:`UserError` if a data set that the user chose for evaluation has no targets."""
-    if stats.targets:
-        return
-    reason = ""
-    advice = "check --columns and the chat template"
-    if stats.audit is not None:
-        reason = f" ({stats.audit.left_out()})"
-        if stats.audit.overlong:
-            advice = describe_overlong(encoded.lengths("eval"), length)
-    raise UserError(
-        f"{source.flag} {source.name}: no record can be used for evaluation{reason}; {advice}."
-    )

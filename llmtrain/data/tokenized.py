@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.encoded import SplitStats
+from llmtrain.data.audit import SplitStats
 from llmtrain.data.grouping import BATCHES_PER_MEGABATCH
 from llmtrain.data.metadata import DataMetadata, metadata_of
+from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS, Rows, TokenRows, as_matrices
 from llmtrain.data.readers import kind_of, suffix_of
 from llmtrain.data.shuffle import Mixture
 from llmtrain.data.splits import Split
-from llmtrain.data.store import LENGTHS, TOKEN_COLUMNS, Rows, TokenRows, as_matrices
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED
 

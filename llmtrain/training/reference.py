@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from llmtrain.console import can_show_bars, say
 from llmtrain.data.loader import Collate, SlotRows
+from llmtrain.data.packing import TokenRows
 from llmtrain.data.samplers import Slot
-from llmtrain.data.store import TokenRows
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, digest

@@ -20,11 +20,10 @@ from llmtrain.data.loader import (
     train_loader,
     trimmed_width,
 )
-from llmtrain.data.packing import Examples, write_rows
+from llmtrain.data.packing import Examples, TokenRows, TokenStore, write_rows
 from llmtrain.data.prepare import Tokenized
 from llmtrain.data.samplers import GlobalBatchSampler, Slot, slots_of
 from llmtrain.data.shuffle import Mixture
-from llmtrain.data.store import TokenRows, TokenStore
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
 from llmtrain.models.config import ModelConfig
@@ -56,7 +55,8 @@ def write_documents(folder: Path, packing: bool = False) -> TokenRows:
     for length in random_lengths(ROWS).tolist():
         ids = random_numbers.integers(1, 200, length)
         store.add(ids, random_numbers.random(length) < 2 / 3)
-    examples = Examples.of_sequences(np.arange(len(store)), store.lengths)
+    stops = store.lengths[:, None]
+    examples = Examples(np.arange(len(store))[:, None], starts=np.zeros_like(stops), stops=stops)
     write_rows(path, store, examples, width=WIDTH, packing=packing)
     return TokenRows.open([path])
 

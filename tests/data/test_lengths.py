@@ -50,7 +50,7 @@ def test_auto_holds_the_conversations_up_to_the_positions_of_the_model(
 ):
     tokenized = tokenize_lengths(tmp_path, [40, 60, longest], "auto", max_positions=max_positions)
     assert tokenized.metadata.block_size == tokenized.positions == expected
-    assert tokenized.metadata.audit["overlong"] == (longest > expected + 1)
+    assert tokenized.metadata.audit["dropped"] == (longest > expected + 1)
 
 
 def test_auto_holds_the_longer_answer_of_a_pair(tmp_path):
@@ -138,7 +138,7 @@ def test_errors_name_the_flag_of_the_recipe(tmp_path, text_path, typed):
 
     path = write_chats(tmp_path / "chats.jsonl", 12)
     chats = f"--from_config llama --tokenizer byte --eval_fraction 0 --dataset {path} {typed} 8"
-    with pytest.raises(UserError, match="--max_length 8; set --max_length 128"):
+    with pytest.raises(UserError, match="raise --max_length 8 to 128"):
         finetune.tokenized(lt.parse(finetune.DEFAULTS, chats.split()))
 
 
@@ -154,5 +154,5 @@ def test_the_log_suggests_a_length_if_more_than_one_in_200_does_not_fit(tmp_path
 
 def test_the_error_if_no_conversation_fits_suggests_a_length(tmp_path):
     for max_length in (64, "auto"):
-        with pytest.raises(UserError, match="--max_length 64; set --max_length 128"):
+        with pytest.raises(UserError, match="raise --max_length 64 to 128"):
             tokenize_lengths(tmp_path, [66, 70, 100], max_length, max_positions=64)

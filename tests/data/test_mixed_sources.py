@@ -143,7 +143,7 @@ def test_the_log_has_the_shares_of_rows_and_target_tokens(chat_file, text_file, 
     numbers = percentages(line)
     assert line == (
         f"mixture   chats {numbers[0]}% of rows, {numbers[1]}% of target tokens; "
-        f"corpus {numbers[2]}%, {numbers[3]}%"
+        f"corpus {numbers[2]}% of rows, {numbers[3]}% of target tokens"
     )
 
     # Count the rows and targets of a run with many epochs.

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from llmtrain.data import packing
 from llmtrain.data.loader import IGNORED, train_loader
-from llmtrain.data.packing import Examples, best_fit, write_rows
-from llmtrain.data.store import TokenStore
+from llmtrain.data.packing import Examples, TokenStore, best_fit, write_rows
 
 # --- which documents share a row
 
@@ -109,7 +108,8 @@ def write(folder: Path, documents: list[Document], packing: bool = True) -> data
     store = TokenStore(folder / "rows.tokens")
     for ids, is_target in documents:
         store.add(np.array(ids), np.array(is_target))
-    examples = Examples.of_sequences(np.arange(len(store)), store.lengths)
+    stops = store.lengths[:, None]
+    examples = Examples(np.arange(len(store))[:, None], starts=np.zeros_like(stops), stops=stops)
     written = write_rows(folder / "rows.arrow", store, examples, width=WIDTH, packing=packing)
     store.close()
 

@@ -11,8 +11,8 @@ import pytest
 
 from llmtrain.console import Interrupt
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.packing import TokenStore
 from llmtrain.data.prepare import Tokenized, tokenize
-from llmtrain.data.store import TokenStore
 from llmtrain.errors import UserError
 from tests.data.chats import make
 from tests.data.preparation import left_behind

@@ -14,9 +14,9 @@ import torch
 
 from llmtrain.data.audit import Audit
 from llmtrain.data.config import PairConfig
+from llmtrain.data.packing import TokenRows
 from llmtrain.data.prepare import Tokenized
 from llmtrain.data.readers import Fields
-from llmtrain.data.store import TokenRows
 from llmtrain.errors import UserError
 from llmtrain.interfaces.answer_codes import (
     answer_code,
@@ -551,8 +551,8 @@ ALIKE = "a" * MAX_LENGTH  # two answers that begin with it are the same after tr
         (chat_record("q", "a"), {}, "messages"),
         (labelled_answer("q", "a"), {}, "--loss_type kto"),
         (pair("q", "a", "a"), {"on_bad_row": "skip"}, "line 1"),
-        (pair("q", ALIKE + "b", ALIKE + "c"), {"overlong": "truncate"}, "--max_length 128"),
-        (pair("q" * MAX_LENGTH, "a", "b"), {"overlong": "truncate"}, "--max_length 64"),
+        (pair("q", ALIKE + "b", ALIKE + "c"), {"overlong": "truncate"}, "--max_length 64 to 128"),
+        (pair("q" * MAX_LENGTH, "a", "b"), {"overlong": "truncate"}, "--max_length 64 to"),
     ],
 )
 def test_a_useless_record_is_an_error_that_names_the_reason(
@@ -589,7 +589,7 @@ def test_overlong_answers_are_dropped_truncated_or_an_error(tmp_path: Path, cach
     assert texts(length, "error") == expected_texts(records)
     error = refusal(path, max_length=length - 1, overlong="error")
     assert error.startswith(f"{path}, line 2: ")
-    assert f"{length} tokens, more than --max_length {length - 1}" in error
+    assert f"{length} tokens are more than --max_length {length - 1}" in error
 
     assert texts(length - 1, "drop") == expected_texts(records[:1])
 
@@ -690,22 +690,26 @@ def test_the_audit_has_the_counts_of_the_records_and_of_the_rows(
     tokens = sum(len(first) + len(second) for first, second in (s.sequences for s in stored))
     texts = expected_texts([*good[:5], *long, *good[5:]])
     all_tokens = sum(token_count(text) for text in itertools.chain(*(t.sequences for t in texts)))
+    answers = itertools.chain(*(text.targets for text in pair_texts(tokenized.train, tokenized)))
+    complete_answers = sum(answer.endswith(CHATML_END) for answer in answers)
     audit = audit_of(tokenized)
     assert audit == Audit(
         unit="answer" if unpaired else "pair",
-        truncates=overlong == "truncate",
         records=len(good + long + bad),
         bad=2,
         examples=len(good + long),
-        overlong=len(long),
+        dropped=len(long) if overlong == "drop" else 0,
+        truncated=len(long) if overlong == "truncate" else 0,
         lost_tokens=all_tokens - tokens,
-        untrainable=1 if overlong == "truncate" else 0,
+        untrained=1 if overlong == "truncate" else 0,
         kept=10 + truncated,
         tokens=tokens,
         targets=tokenized.metadata.train_tokens,
         shared_tokens=sum(pair.second.position for pair in stored),
         rows=len(tokenized.train),
         positions=len(tokenized.train) * 2 * MAX_LENGTH,
+        turns=complete_answers,
+        ended_turns=complete_answers,
     )
     assert audit.kept == len(stored)
     assert bool(audit.shared_tokens) == (share_prompts and packing)

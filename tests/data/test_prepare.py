@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -13,14 +14,14 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from llmtrain.data import corpus, prepare, text_rows
+from llmtrain.data import corpus, prepare
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.config import DataConfig
-from llmtrain.data.corpus import Corpus
 from llmtrain.data.loader import IGNORED
+from llmtrain.data.packing import TOKEN_COLUMNS, TokenStore, WrittenRows
 from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.records import Documents, text_of
 from llmtrain.data.sources import open_source
-from llmtrain.data.store import TOKEN_COLUMNS
 from llmtrain.errors import UserError
 from tests.data.preparation import (
     BLOCK,
@@ -76,63 +77,79 @@ def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path, tokenizer,
     assert (targets != IGNORED).sum() == len(tokens) - 1 == tokenized.metadata.train_tokens
 
 
-def random_pieces(length: int) -> list[text_rows.Piece]:
-    """Random tokens, in pieces of random sizes. Some are empty, some begin a document."""
+def random_lengths(length: int) -> list[int]:
+    """Return random lengths of documents that are so long together."""
     random_numbers = np.random.default_rng(length)
-    pieces = []
-    remaining = length
-    while remaining > 0:
-        size = min(random_numbers.choice([0, 1, 2, 9, 40]), remaining)
-        tokens = random_numbers.integers(1, 60_000, size, dtype=np.int32)
-        pieces.append(text_rows.Piece(tokens, begins_document=random_numbers.random() < 0.5))
-        remaining -= size
-    return pieces
+    lengths = []
+    while (remaining := length - sum(lengths)) > 0:
+        lengths.append(int(min(random_numbers.choice([1, 2, 9, 40]), remaining)))
+    return lengths
 
 
-def expected_positions(pieces: list[text_rows.Piece], block_size: int) -> list[int]:
+def write_stream(
+    path: Path, documents: list[np.ndarray], end: list[int], block_size: int, columns: list[str]
+) -> WrittenRows:
+    """Write documents as rows. The store has them in another order, among others."""
+    store = TokenStore(path.with_suffix(".tokens"))
+    for document in reversed(documents):
+        store.add(np.array([7, 8, 9]), np.ones(3, bool))
+        store.add(document, np.ones(len(document), bool))
+    sequences = np.arange(len(store))[1::2][::-1]
+    written = corpus.write_stream(
+        path, store, sequences, np.array(end, np.int32), block_size, columns
+    )
+    store.close()
+    return written
+
+
+def expected_positions(lengths: list[int], block_size: int) -> list[int]:
     """Count the position id of each token, from 0 at each document and at each row."""
     positions = []
-    for piece in pieces:
-        for i in range(len(piece)):
-            is_begin = piece.begins_document and i == 0
+    for length in lengths:
+        for i in range(length):
             is_first_of_row = len(positions) % block_size == 0
-            positions.append(0 if is_begin or is_first_of_row else positions[-1] + 1)
+            positions.append(0 if i == 0 or is_first_of_row else positions[-1] + 1)
     return positions
 
 
+@pytest.mark.parametrize("end", [[], [5]], ids=["bos", "end-of-text"])
 @pytest.mark.parametrize(("rows_per_batch", "block_size"), [(1, 3), (2, 1), (5, 8), (1024, 3)])
-def test_rows_and_positions_do_not_depend_on_the_pieces_of_the_stream(
-    tmp_path, monkeypatch, rows_per_batch, block_size
+def test_rows_and_positions_do_not_depend_on_the_documents_of_the_stream(
+    tmp_path, monkeypatch, rows_per_batch, block_size, end
 ):
-    monkeypatch.setattr(text_rows, "TOKENS_PER_BATCH", rows_per_batch * block_size)
+    monkeypatch.setattr(corpus, "TOKENS_PER_BATCH", rows_per_batch * block_size)
     for length in [*range(20), 24, 25, 26, 200]:
-        pieces = random_pieces(length)
-        tokens = np.concatenate([np.empty(0, int), *[piece.tokens for piece in pieces]]).tolist()
+        lengths = random_lengths(length)
+        tokens = np.random.default_rng(length).integers(1, 60_000, length, dtype=np.int32)
+        documents = np.split(tokens, np.cumsum(lengths)[:-1]) if lengths else []
+        stream = [*tokens.tolist(), *end]
         path = tmp_path / f"{length}.arrow"
-        other_path = tmp_path / "one-piece.arrow"
+        other_path = tmp_path / "one-document.arrow"
 
-        written = text_rows.write_stream(path, iter(pieces), block_size, columns=TOKEN_COLUMNS)
-        assert written.targets == max(length - 1, 0)
+        written = write_stream(path, documents, end, block_size, columns=TOKEN_COLUMNS)
+        assert written.targets == max(len(stream) - 1, 0)
         assert written.rows == -(-written.targets // block_size)  # rounded up
 
-        one_piece = [text_rows.Piece(np.array(tokens, np.int32))]
-        assert text_rows.write_stream(
-            other_path, one_piece, block_size, columns=["input_ids"]
-        ) == text_rows.write_stream(other_path, pieces, block_size, columns=["input_ids"])
+        plain = [*TOKEN_COLUMNS[:1]]
+        assert write_stream(other_path, [tokens], end, block_size, plain) == write_stream(
+            other_path, documents, end, block_size, plain
+        )
         if not written.rows:
             continue
 
         rows = datasets.Dataset.from_file(str(path))
-        assert stream_of(rows) == tokens
+        assert stream_of(rows) == stream
         assert rows["labels"][:] == rows["input_ids"][:]
 
         # The last token of a row is no input: it is the first input of the next row, if there is
         # one. So the inputs of all rows are the stream without its last token, or with it if the
-        # last row has room.
+        # last row has room. The end continues the last document.
         inputs = np.array(rows["input_ids"])[:, :-1]
         positions = np.array(rows["position_ids"])[:, :-1][inputs != IGNORED].tolist()
-        assert positions == expected_positions(pieces, block_size)[: len(positions)]
-        assert len(positions) in (length - 1, length)
+        if end and lengths:
+            lengths[-1] += 1
+        assert positions == expected_positions(lengths or [len(end)], block_size)[: len(positions)]
+        assert len(positions) in (len(stream) - 1, len(stream))
 
 
 # --- documents that do not attend to each other
@@ -290,9 +307,15 @@ def test_if_the_fraction_selects_no_document_all_copies_of_the_longest_are_cut(
 
     write_texts(tmp_path / "corpus.jsonl", texts)
     source = open_source(str(tmp_path / "corpus.jsonl"))
-    corpus = Corpus(source, "text", eval_fraction=1e-3, max_train_samples=count)
-    assert [*corpus.texts("train")] == train[:count]
-    assert [*corpus.texts("eval")] == eval
+    documents = Documents(
+        source,
+        partial(text_of, field="text"),
+        eval_fraction=1e-3,
+        max_train_samples=count,
+        field="text",
+    )
+    assert [*documents.texts("train")] == train[:count]
+    assert [*documents.texts("eval")] == eval
 
 
 @pytest.mark.parametrize(("other", "is_first"), [("", True), ("small", False)])
@@ -464,13 +487,15 @@ LINES = b"words\n" * 9
             "a.jsonl",
             b'{"text": ""}\n{"text": "words"}\n',
             {"max_train_samples": 1},
-            "--max_train_samples 1 ",
+            "raise --max_train_samples",
             id="no training text in the first records",
         ),
         pytest.param("a.txt", LINES, {"tokenizer": "bpe:256"}, "bpe:256", id="too few tokens"),
         pytest.param("a.txt", LINES, {"tokenizer": "char:8"}, "char:8", id="char with a size"),
         pytest.param("a.txt", LINES, {"tokenizer": "./absent"}, "./absent", id="no tokenizer"),
-        pytest.param("a.txt", b"words", {"eval_fraction": 0.99}, "lower it", id="no training text"),
+        pytest.param(
+            "a.txt", b"words", {"eval_fraction": 0.99}, "lower --eval", id="no training text"
+        ),
     ],
 )
 def test_bad_data_or_settings_are_an_error_of_one_line_and_leave_no_cache_entry(

@@ -254,7 +254,7 @@ BAD = [AMBIGUOUS, UNANSWERED, AMBIGUOUS]
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
 @pytest.mark.parametrize(
-    ("overlong", "kept", "untrainable"),
+    ("overlong", "kept", "untrained"),
     [
         pytest.param("drop", SHORT, 0, id="drop"),
         # No turn of the other two overlong conversations fits in a row.
@@ -262,7 +262,7 @@ BAD = [AMBIGUOUS, UNANSWERED, AMBIGUOUS]
     ],
 )
 def test_the_audit_has_the_counts_of_the_records(
-    tmp_path, capsys, overlong, kept, untrainable, packing
+    tmp_path, capsys, overlong, kept, untrained, packing
 ):
     tokenized = tokenize_chats(
         tmp_path,
@@ -278,13 +278,13 @@ def test_the_audit_has_the_counts_of_the_records(
     assert rows == len(kept) or packing
     assert audit_of(tokenized) == Audit(
         unit="conversation",
-        truncates=overlong == "truncate",
         records=17,
         bad=3,
         examples=14,
-        overlong=3,
+        dropped=3 if overlong == "drop" else 0,
+        truncated=3 if overlong == "truncate" else 0,
         lost_tokens=sum(map(size_of, SHORT + OVERLONG)) - tokens,
-        untrainable=untrainable,
+        untrained=untrained,
         kept=len(kept),
         tokens=tokens,
         targets=sum(map(target_count, kept)),
@@ -293,7 +293,7 @@ def test_the_audit_has_the_counts_of_the_records(
         turns=turns,
         ended_turns=turns,
     )
-    assert log_lines(capsys, "audit")[0].startswith(f"{len(kept)} of 17 conversations: 3 overlong")
+    assert log_lines(capsys, "audit")[0].startswith(f"{len(kept)} of 17 examples: 3 overlong")
 
 
 def test_special_tokens_and_weights_are_counted_and_logged(tmp_path, capsys):
@@ -371,17 +371,12 @@ def test_a_conversation_is_truncated_after_its_last_turn_that_fits(tmp_path, tok
     assert audit.targets == (labels != IGNORED).sum()
 
 
-def test_a_conversation_that_truncation_empties_is_refused_or_left_out(tmp_path, cache):
+def test_a_conversation_that_truncation_empties_is_left_out_and_counted(tmp_path):
     records = [*chat_records(2), LONG_ANSWER, LONG_SECOND_ANSWER]
     path = write_records(tmp_path / "a.jsonl", records)
 
-    error = refusal(path, overlong="truncate")
-    assert error.startswith(f"{path}, line 3: ")
-    assert f"--max_length {MAX_LENGTH}" in error
-    assert left_behind(cache) == []
-
-    audit = audit_of(tokenize_files(path, overlong="truncate", on_bad_row="skip"))
-    assert (audit.overlong, audit.untrainable, audit.kept) == (2, 1, 3)
+    audit = audit_of(tokenize_files(path, overlong="truncate"))
+    assert (audit.truncated, audit.untrained, audit.kept) == (2, 1, 3)
 
 
 def test_each_example_of_a_conversation_is_truncated_on_its_own(tmp_path, capsys):
@@ -405,7 +400,7 @@ def test_each_example_of_a_conversation_is_truncated_on_its_own(tmp_path, capsys
     assert log_lines(capsys, "audit")[0].startswith("1 of 3 examples: 1 overlong truncated (")
     audit = audit_of(tokenized)
     assert (audit.records, audit.examples) == (2, 3)
-    assert (audit.untrainable, audit.kept) == (2, 1)
+    assert (audit.untrained, audit.kept) == (2, 1)
 
 
 # --- bad records
@@ -439,8 +434,8 @@ def test_a_bad_record_is_an_error_with_its_place_or_is_left_out(
 @pytest.mark.parametrize(
     ("records", "settings", "hint"),
     [
-        ([LONG_ANSWER, LONG_QUESTION], {}, "--max_length 128"),
-        ([LONG_QUESTION], {"overlong": "truncate", "on_bad_row": "skip"}, "--max_length 95"),
+        ([LONG_ANSWER, LONG_QUESTION], {}, "--max_length 95 to 128"),
+        ([LONG_QUESTION], {"overlong": "truncate"}, "--max_length 95 to"),
         ([AMBIGUOUS], {"on_bad_row": "skip"}, "line 1"),
         (chat_records(10), {"chat_template": MARKS_ANSWERS}, "none of 10 turns trains the token"),
         (chat_records(10), {"chat_template": COUNTS_WITHOUT_ROLES}, "10 turns not trained"),

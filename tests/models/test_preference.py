@@ -22,8 +22,8 @@ from transformers.models.llama import modeling_llama
 
 import llmtrain as lt
 from llmtrain.data.loader import Collate, SlotRows
+from llmtrain.data.packing import TokenRows
 from llmtrain.data.samplers import Slot
-from llmtrain.data.store import TokenRows
 from llmtrain.errors import UserError
 from llmtrain.interfaces.answer_codes import answer_of, pair_of
 from llmtrain.interfaces.batches import Batch

@@ -7,8 +7,6 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ from tests.system import controls
 
 clip_grad_norm = Engine.clip_grad_norm
 rates_after = LearningRates.after
-stream_corpus = EncodedCorpus._stream
+init_corpus = EncodedCorpus.__init__
 
 
 def reverse_order(positions: Any, n: int, key: int) -> Any:
@@ -51,13 +49,10 @@ def rates_one_step_late(rates: LearningRates, step: int) -> Any:
     return rates_after(rates, max(step - 1, 0))
 
 
-def repeat_first_tokens(corpus: EncodedCorpus, sequences: Any) -> Iterator[Any]:
-    """Repeat the token between texts, as if both the template and the tokenizer added it."""
-    for piece in stream_corpus(corpus, sequences):
-        tokens = piece.tokens
-        if piece.begins_document or len(piece) == 1:
-            tokens = np.concatenate([tokens[:1], tokens])
-        yield replace(piece, tokens=tokens)
+def repeat_first_tokens(corpus: EncodedCorpus, *arguments: Any) -> None:
+    """Repeat the token before each text, as if both the template and the tokenizer added it."""
+    init_corpus(corpus, *arguments)
+    corpus._first_token = np.repeat(corpus._first_token, 2)
 
 
 class MaskingCollate(loader.Collate):
@@ -82,7 +77,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "another order": (samplers, "permute", reverse_order),
     "a mean of means": (Engine, "forward_backward", controls.mean_of_means),
     "unshifted labels": (gpt_model, "targets_of", unshifted_targets),
-    "a token twice": (EncodedCorpus, "_stream", repeat_first_tokens),
+    "a token twice": (EncodedCorpus, "__init__", repeat_first_tokens),
     "masked labels": (start, "train_loader", loader_with_masked_labels),
     "a schedule one late": (LearningRates, "after", rates_one_step_late),
     "no clipping": (Engine, "clip_grad_norm", clip_nothing),

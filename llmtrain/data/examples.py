@@ -1,0 +1,347 @@
+"""The records of a source as tokens in a temporary file, which become rows once a length is known.
+
+Each record is read, rendered and encoded once. Then ``--max_length`` can be chosen, and each split
+is written as rows. There are three kinds: conversations here, pairs of answers in
+:mod:`llmtrain.data.pairs`, and text in :mod:`llmtrain.data.corpus`.
+"""
+
+import array
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from tqdm import tqdm
+
+from llmtrain.console import can_show_bars, check_interrupt, pluralize
+from llmtrain.data.audit import Audit, SplitStats, Unit
+from llmtrain.data.config import RowConfig
+from llmtrain.data.formats import Conversation, PreferenceRecord
+from llmtrain.data.messages import BadRecord
+from llmtrain.data.packing import Examples, TokenStore, write_rows
+from llmtrain.data.records import Division, ReadRecord, Records
+from llmtrain.data.render import AnyRenderer, Rendered, TokenSequence
+from llmtrain.data.rendering_pool import render_all
+from llmtrain.data.splits import Split
+from llmtrain.data.turns import THINKING_COUNTS
+from llmtrain.errors import UserError
+
+R = TypeVar("R", Conversation, PreferenceRecord)
+
+# The counts of a rendered record that are kept.
+_RENDERED = ("untrained_turns", "hidden_turns", "special_as_text", *THINKING_COUNTS.values())
+# The columns of a table of turns: the fields of a TurnEnd, and the number of turns up to there.
+LENGTH, TARGETS, BYTES, ENDED, TURNS = range(5)
+_COLUMNS = 5
+
+
+class EncodedSource(ABC):
+    """The records of a source as tokens.
+
+    Args:
+        records: the records.
+        folder: the folder of the temporary file.
+
+    Attributes:
+        division: the splits of the records, once they are encoded.
+        needs_division: whether the splits must be known before.
+    """
+
+    def __init__(self, records: Records[Any], folder: Path) -> None:
+        self.records = records
+        self.store = TokenStore(folder / "tokens")
+        self.division = Division(*np.empty((3, 0), bool))
+        self.needs_division = records.max_train_samples is not None
+
+    def close(self) -> None:
+        """Delete the temporary file."""
+        self.store.close()
+
+    def read(self) -> Iterator[ReadRecord[Any]]:
+        """Yield the records of both splits, and divide them at the end, or before if need be."""
+        if self.needs_division:
+            self.division = self.records.division
+            yield from self.records.read(self.division)
+            return
+        measures = array.array("d")
+        for read in self.records.read():
+            measures.extend(read.measures)
+            yield read
+        self.division = self.records.divide(measures)
+
+    @abstractmethod
+    def encode(self) -> None:
+        """Read and encode all records once.
+
+        Raises:
+            UserError: with the place of a record that cannot be used, if the flags do not say to
+                go on without it.
+        """
+
+    @abstractmethod
+    def lengths(self, split: Split) -> np.ndarray:
+        """Return the smallest ``--max_length`` that holds each example; empty for text."""
+
+    @abstractmethod
+    def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
+        """Write the rows of a split.
+
+        Raises:
+            UserError: if the flags do not say to go on without an example that is too long, or if
+                no training data are left.
+        """
+
+
+class EncodedExamples(EncodedSource, Generic[R]):
+    """The conversations or pairs of a source as tokens.
+
+    An example has one part, a conversation, or two, the answers of a pair. Each part is a sequence
+    in the store, and those of an example follow each other.
+
+    Args:
+        records: the records.
+        renderer: renders them.
+        config: says how they become rows.
+        folder: the folder of the temporary file.
+
+    Attributes:
+        unit: a word for an example.
+        parts: the number of parts of an example.
+        own_parts: the number of parts that must fit in a row and have targets. Another part is only
+            there for comparison.
+        tokens_beyond: the tokens of a part beyond ``--max_length`` that a row has room for.
+        digest_note: a further text that the hash of the rows depends on.
+    """
+
+    unit: Unit
+    parts: int
+    own_parts: int
+    tokens_beyond: int
+    digest_note = ""
+
+    def __init__(
+        self, records: Records[R], renderer: AnyRenderer, config: RowConfig, folder: Path
+    ) -> None:
+        super().__init__(records, folder)
+        self.renderer = renderer
+        self.config = config
+        self._bad = array.array("q")  # the numbers of bad records
+        self._records = array.array("q")  # the number of the record of each example
+        self._turns = array.array("q")  # a table with a row for each turn of each sequence
+        self._last_turns = array.array("q")  # the row of the last turn of each sequence
+        # A table of the counts that are not 0: the number of a record, of a name, and the count.
+        self._counts = array.array("q")
+
+    def encode(self) -> None:
+        """Read and render all records; see :class:`EncodedSource`."""
+
+        def readable() -> Iterator[tuple[ReadRecord[R], R]]:
+            for read in self.read():
+                if read.record is None:
+                    self._bad.append(read.number)
+                else:
+                    yield read, read.record
+
+        results = render_all(self.renderer, readable(), self.config.rendering_processes)
+        bar = tqdm(
+            results, desc="rendering", unit=" records", leave=False, disable=not can_show_bars()
+        )
+        for read, _, rendered in bar:
+            check_interrupt()
+            if isinstance(rendered, BadRecord):
+                self.refuse(read, rendered)
+                continue
+            counts = rendered.counts
+            for number, name in enumerate(_RENDERED):
+                if counts[name]:
+                    self._counts.extend((read.number, number, counts[name]))
+            self.add(read, rendered)
+
+    def refuse(self, read: ReadRecord[R], error: BadRecord) -> None:
+        """Leave out a record that cannot be rendered, or raise :class:`UserError`."""
+        self.records.refuse(read.place, error)
+        self._bad.append(read.number)
+
+    @abstractmethod
+    def add(self, read: ReadRecord[R], rendered: Rendered) -> None:
+        """Store the examples of a rendered record."""
+
+    def add_example(self, record: int, *sequences: TokenSequence) -> None:
+        """Store the parts of an example of a record, given the number of the record."""
+        self._records.append(record)
+        for sequence in sequences:
+            self.store.add(sequence.ids, sequence.loss_mask)
+            for turns, turn_end in enumerate(sequence.turn_ends, start=1):
+                self._turns.extend(turn_end)
+                self._turns.append(turns)
+            self._last_turns.append(len(self._turns) // _COLUMNS - 1)
+
+    def lengths(self, split: Split) -> np.ndarray:
+        """Return the smallest ``--max_length`` that holds each example, int64 [examples]."""
+        return self._lengths_of(self._ends(self._select(split)))
+
+    def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
+        """Write the rows of a split; see :class:`EncodedSource`."""
+        selected = self._select(split)
+        complete = self._ends(selected)
+        width = max_length + self.tokens_beyond
+        is_overlong = self._lengths_of(complete) > max_length
+        is_dropped = is_overlong & (self.config.overlong == "drop")
+        if self.config.overlong == "error" and is_overlong.any():
+            raise self._overlong_error(selected, complete, max_length)
+
+        ends = complete.copy()
+        is_cut = (complete[..., LENGTH] > width) & ~is_dropped[:, None]
+        for example, part in np.argwhere(is_cut).tolist():
+            ends[example, part] = self.truncated(self.parts * selected[example] + part, width)
+        lengths = ends[..., LENGTH]
+        have_targets = (ends[:, : self.own_parts, TARGETS] > 0).all(axis=1)
+        is_trained = have_targets & ~self.are_same(selected, lengths)
+        is_kept = is_trained & ~is_dropped
+
+        examples = self.examples_of(selected[is_kept], lengths[is_kept])
+        written = write_rows(
+            path,
+            self.store,
+            examples,
+            width=self.parts * width,
+            packing=self.config.is_packed,
+            note=self.digest_note,
+        )
+
+        audit = self._audit_of_records(split)
+        audit.examples += len(selected)
+        audit.dropped = int(is_dropped.sum())
+        audit.truncated = int((is_overlong & ~is_dropped).sum())
+        audit.untrained += int((~is_trained & ~is_dropped).sum())
+        audit.kept = len(examples)
+        audit.tokens = int(lengths[is_kept].sum())
+        tokens_of_overlong = complete[is_overlong, :, LENGTH].sum()
+        audit.lost_tokens = int(tokens_of_overlong - lengths[is_overlong & is_kept].sum())
+        audit.targets = written.targets
+        audit.shared_tokens = int(examples.starts.sum())
+        audit.rows = written.rows
+        audit.positions = written.rows * self.parts * width
+        audit.turns = int(ends[is_kept, :, TURNS].sum())
+        audit.ended_turns = int(ends[is_kept, :, ENDED].sum())
+        self._check(audit, split, max_length)
+        return SplitStats(
+            records=audit.records - audit.bad,
+            bytes=int(ends[is_kept, :, BYTES].sum()),
+            audit=audit,
+            **written._asdict(),
+        )
+
+    @abstractmethod
+    def truncated(self, sequence: int, width: int) -> Sequence[int]:
+        """Return the row of the table of turns at which a sequence ends in ``width`` tokens."""
+
+    def are_same(self, examples: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Return whether the parts of examples have the same tokens, bool [examples].
+
+        Args:
+            examples: int64 [examples], the number of each.
+            lengths: int64 [examples, parts], how many tokens of each part are written.
+        """
+        return np.zeros(len(examples), bool)
+
+    def examples_of(self, examples: np.ndarray, lengths: np.ndarray) -> Examples:
+        """Return what is written of examples; the arguments are those of :meth:`are_same`."""
+        return Examples(
+            sequences=self.parts * examples[:, None] + np.arange(self.parts),
+            starts=np.zeros_like(lengths),
+            stops=lengths,
+        )
+
+    def _select(self, split: Split) -> np.ndarray:
+        """Return the numbers of the examples of a split, int64 [examples]."""
+        return np.flatnonzero(self.division.is_in(split)[np.array(self._records, np.int64)])
+
+    def _ends(self, examples: np.ndarray) -> np.ndarray:
+        """Return the last turns of all parts of examples, int64 [examples, parts, columns]."""
+        turns = np.array(self._turns, np.int64).reshape(-1, _COLUMNS)
+        ends = turns[np.array(self._last_turns, np.int64)].reshape(-1, self.parts, _COLUMNS)
+        ends_of_examples: np.ndarray = ends[examples]
+        return ends_of_examples
+
+    def _lengths_of(self, ends: np.ndarray) -> np.ndarray:
+        """Return the smallest ``--max_length`` that holds each example, int64 [examples]."""
+        lengths: np.ndarray = ends[:, : self.own_parts, LENGTH].max(axis=1) - self.tokens_beyond
+        return lengths
+
+    def _overlong_error(self, examples: np.ndarray, ends: np.ndarray, max_length: int) -> UserError:
+        """Return the error that names the first overlong example."""
+        first = int(np.argmax(self._lengths_of(ends) > max_length))
+        place = self.records.place_of(self._records[examples[first]])
+        tokens = ends[first, : self.own_parts, LENGTH].max()
+        return UserError(
+            f"{place}: {tokens:,} tokens are more than --max_length {max_length} allows; raise it, "
+            "or set --overlong drop or truncate."
+        )
+
+    def _audit_of_records(self, split: Split) -> Audit:
+        """Return the counts of the records of a split, and of those that make no example."""
+        is_in = self.division.is_in(split)
+        bad = np.array(self._bad, np.int64)
+        is_without_example = is_in.copy()
+        is_without_example[bad] = False
+        is_without_example[np.array(self._records, np.int64)] = False
+        without_example = int(is_without_example.sum())
+
+        table = np.array(self._counts, np.int64).reshape(-1, 3)
+        _, names, counts = table[is_in[table[:, 0]]].T
+        rendered = np.bincount(names, weights=counts, minlength=len(_RENDERED)).astype(int)
+        return Audit(
+            unit=self.unit,
+            records=int(is_in.sum()),
+            bad=int(is_in[bad].sum()),
+            examples=without_example,
+            untrained=without_example,
+            **dict(zip(_RENDERED, rendered.tolist(), strict=True)),
+        )
+
+    def _check(self, audit: Audit, split: Split, max_length: int) -> None:
+        """Raise :class:`UserError` if no example is left, or if no turn trains its end.
+
+        Eval data may be empty, unless the user chose them.
+        """
+        source = self.records.source
+        if not audit.kept and (split == "train" or self.records.only_split == "eval"):
+            remedy = audit.remedy(max_length, self.lengths(split), self.records.first_fault)
+            raise UserError(
+                f"{source.flag} {source.name}: no example is left: {audit.left_out()}; {remedy}."
+            )
+        if split == "train" and audit.unit == "conversation" and not audit.ended_turns:
+            raise UserError(
+                f"--dataset {source.name}: none of {pluralize(audit.turns, 'turn')} trains the "
+                "token that ends it, so the model would never stop. Put that token inside "
+                "{% generation %} in the chat template, or remove those marks."
+            )
+
+
+class EncodedConversations(EncodedExamples[Conversation]):
+    """The conversations of a source as tokens. The assistant's turns are trained.
+
+    A conversation is one token sequence, unless the chat template changes earlier turns. Then it
+    is several, and each is an example.
+    """
+
+    unit = "conversation"
+    parts = 1
+    own_parts = 1
+    tokens_beyond = 1  # the last token of a row predicts nothing
+
+    def add(self, read: ReadRecord[Conversation], rendered: Rendered) -> None:
+        """Store the token sequences of a conversation."""
+        for sequence in rendered.sequences:
+            self.add_example(read.number, sequence)
+
+    def truncated(self, sequence: int, width: int) -> Sequence[int]:
+        """Truncate a conversation after the last turn that fits and has a target."""
+        first = self._last_turns[sequence - 1] + 1 if sequence else 0
+        for turn in range(self._last_turns[sequence], first - 1, -1):
+            end = self._turns[turn * _COLUMNS : (turn + 1) * _COLUMNS]
+            if end[LENGTH] <= width and end[TARGETS] > 0:
+                return end
+        return [0] * _COLUMNS
