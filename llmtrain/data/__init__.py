@@ -5,7 +5,7 @@ A record passes these modules, in this order:
 1. ``sources``, ``readers``: a name in ``--dataset`` becomes records, each with its place for error
    messages. ``requested_sources`` renames their fields.
 2. ``formats``, ``messages``: a record becomes a conversation, or a prompt with answers.
-3. ``records``, ``splits``: it is training or eval data, by a hash.
+3. ``records``: it is training or eval data, by a hash.
 4. ``chat_template``, ``turns``: it becomes text, in which each turn has a prompt.
    ``text_encoder``, ``render``: the text becomes token sequences with loss masks.
 5. ``examples``, ``pairs``: the sequences wait in a temporary file until the length of the rows is

@@ -54,8 +54,7 @@ from llmtrain.data.packing import (
     WrittenRows,
     create_row_file,
 )
-from llmtrain.data.records import Documents
-from llmtrain.data.splits import Split
+from llmtrain.data.records import Documents, Split
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
 from llmtrain.errors import UserError, first_line
 from llmtrain.interfaces.batches import IGNORED

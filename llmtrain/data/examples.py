@@ -20,10 +20,9 @@ from llmtrain.data.config import RowConfig
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Examples, TokenStore, write_rows
-from llmtrain.data.records import Division, ReadRecord, Records
+from llmtrain.data.records import Division, ReadRecord, Records, Split
 from llmtrain.data.render import AnyRenderer, Rendered, TokenSequence
 from llmtrain.data.rendering_pool import render_all
-from llmtrain.data.splits import Split
 from llmtrain.data.turns import THINKING_COUNTS
 from llmtrain.errors import UserError
 

@@ -1,27 +1,26 @@
 """The records of a source, in two splits: documents, conversations or preference records."""
 
 import array
+import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.readers import Fields, Source, shown
-from llmtrain.data.splits import (
-    Split,
-    eval_limit_of,
-    first_of,
-    hash_fraction,
-    hash_of,
-    largest_eval_share,
-)
 from llmtrain.errors import UserError
+from llmtrain.files import json_text
 
+Split: TypeAlias = Literal["train", "eval"]
 R = TypeVar("R", str, Conversation, PreferenceRecord)
+
+# More eval data than this share, or than twice --eval_fraction, are far too many.
+_LARGEST_EVAL_SHARE = 0.5
 
 
 class Measures(NamedTuple):
@@ -77,10 +76,10 @@ class Division(NamedTuple):
 class Records(Generic[R]):
     """The records of a source, each of which is training or eval data.
 
-    A record is eval data if the hash of its prompt is below a limit, so all answers to a prompt are
-    in the same split. The limit depends on all hashes; see
-    :func:`llmtrain.data.splits.eval_limit_of`. So the splits are known after a pass over all
-    records: the one that encodes them, or :attr:`division` if they are needed before.
+    A record is eval data if the hash of its prompt is below a limit. So all answers to a prompt are
+    in the same split, and a record keeps its split if others are added. But the limit depends on
+    all hashes if there are few. So the splits are known after a pass over all records: the one that
+    encodes them, or :attr:`division` if they are needed before.
 
     Attributes:
         source: the records, as fields.
@@ -153,12 +152,12 @@ class Records(Generic[R]):
         hashes = np.array(measures).reshape(-1, len(Measures._fields))[:, 0]
         if not len(hashes):
             raise UserError(f"{self.source.flag} {self.source.name} holds no conversation.")
-        limit = eval_limit_of(hashes[~np.isnan(hashes)], self.eval_fraction)
+        limit = _eval_limit(hashes[~np.isnan(hashes)], self.eval_fraction)
         is_eval = hashes < limit  # NaN is not below the limit
         if self.only_split is not None:
             is_eval = np.full(len(hashes), self.only_split == "eval")
         return Division(
-            is_train=first_of(~is_eval, self.max_train_samples),
+            is_train=_first_of(~is_eval, self.max_train_samples),
             is_eval=is_eval,
             is_cut=np.zeros_like(is_eval),
         )
@@ -194,7 +193,8 @@ class Records(Generic[R]):
     def measure(self, record: R) -> Measures:
         """Return the properties that the split of a record depends on."""
         assert not isinstance(record, str), "these are Documents"
-        return Measures(hash_of(record))
+        hashed = record.prompt or record.messages  # the latter if it begins with an answer
+        return Measures(_hash(json_text(hashed, sort_keys=True, default=str).encode()))
 
     def texts_of(self, record: R, split: Split | None = None) -> Iterator[str]:
         """Yield the texts of a record; only those of a split, if the record is cut."""
@@ -221,14 +221,14 @@ class Documents(Records[str]):
             raise UserError(f"{self.source.flag} {self.source.name} holds no text.")
         is_eval = hashes < self.eval_fraction
         is_cut = np.zeros_like(is_eval)
-        largest = bytes.sum() * largest_eval_share(self.eval_fraction)
+        largest = bytes.sum() * max(_LARGEST_EVAL_SHARE, 2 * self.eval_fraction)
         if self.only_split is not None:
             is_eval = np.full(len(hashes), self.only_split == "eval")
         elif self.eval_fraction and not 0 < bytes[is_eval].sum() <= largest:
             is_cut = hashes == hashes[np.argmax(characters)]
             is_eval = is_cut
         return Division(
-            is_train=first_of(~is_eval | is_cut, self.max_train_samples),
+            is_train=_first_of(~is_eval | is_cut, self.max_train_samples),
             is_eval=is_eval,
             is_cut=is_cut,
         )
@@ -241,7 +241,7 @@ class Documents(Records[str]):
     def measure(self, record: str) -> Measures:
         """Return the hash and the size of a document."""
         encoded = record.encode()
-        return Measures(hash_fraction(encoded), bytes=len(encoded), characters=len(record))
+        return Measures(_hash(encoded), bytes=len(encoded), characters=len(record))
 
     def texts_of(self, record: str, split: Split | None = None) -> Iterator[str]:
         """Yield a document, or its part in a split."""
@@ -275,3 +275,47 @@ def text_of(fields: Fields, field: str) -> str:
             f"field '{field}' holds half of a surrogate pair, which is not valid text"
         ) from None
     return text
+
+
+def _hash(text: bytes) -> float:
+    """Hash a text to a number in [0, 1)."""
+    return int.from_bytes(hashlib.sha256(text).digest()[:6], "big") / 2**48
+
+
+def _first_of(is_selected: np.ndarray, count: int | None) -> np.ndarray:
+    """Return which records are the first ``count`` selected ones, bool [records].
+
+    Args:
+        is_selected: whether each record is selected, bool [records].
+        count: how many; ``None`` for all selected ones.
+    """
+    if count is None:
+        return is_selected
+    is_first: np.ndarray = is_selected & (np.cumsum(is_selected) <= count)
+    return is_first
+
+
+def _eval_limit(hashes: np.ndarray, fraction: float) -> float:
+    """Return the limit below which the hash of a record makes it eval data.
+
+    The limit is ``fraction``, unless that would choose no record or far too many. Then it is a
+    limit that chooses about ``fraction`` of them. Records with the same prompt have the same hash
+    and stay in the same split.
+
+    Args:
+        hashes: float64 [records], the hash of each record, in [0, 1).
+        fraction: the share of eval data, in [0, 1).
+    """
+    count = len(hashes)
+    if not count:
+        return fraction
+    chosen = int((hashes < fraction).sum())
+    largest = min(count * max(_LARGEST_EVAL_SHARE, 2 * fraction), count - 1)
+    if not fraction or 0 < chosen <= largest:
+        return fraction
+
+    ascending = np.sort(hashes)
+    wanted = min(math.ceil(count * fraction), count - 1)
+    # With the smallest hash as the limit, no record would be chosen.
+    limits = ascending[wanted:][ascending[wanted:] > ascending[0]]
+    return float(limits[0]) if len(limits) else 0.0  # 0 if all prompts are the same

@@ -12,8 +12,8 @@ from llmtrain.data.formats import (
     is_plain_text,
 )
 from llmtrain.data.readers import Record, Source
+from llmtrain.data.records import Split
 from llmtrain.data.sources import SplitChoice, open_source
-from llmtrain.data.splits import Split
 from llmtrain.errors import UserError
 
 

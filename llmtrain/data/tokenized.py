@@ -12,8 +12,8 @@ from llmtrain.data.grouping import BATCHES_PER_MEGABATCH
 from llmtrain.data.metadata import DataMetadata, metadata_of
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS, Rows, TokenRows, as_matrices
 from llmtrain.data.readers import kind_of, suffix_of
+from llmtrain.data.records import Split
 from llmtrain.data.shuffle import Mixture
-from llmtrain.data.splits import Split
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED
 
