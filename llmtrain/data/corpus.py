@@ -176,7 +176,8 @@ class EncodedCorpus(EncodedSource):
         records = len(sequences)
         if split == "train":  # a document that is cut counts as eval data
             records -= int((self.division.is_cut & self.division.is_train).sum())
-        end = self._end_of_text[: 0 if self._has_bos else len(sequences)]
+        has_end = len(sequences) > 0 and not self._has_bos
+        end = self._end_of_text if has_end else np.empty(0, np.int32)
         written = write_stream(path, self.store, sequences, end, max_length, self.columns)
         return SplitStats(records=records, bytes=size, **written._asdict())
 

@@ -31,7 +31,7 @@ R = TypeVar("R", Conversation, PreferenceRecord)
 # The counts of a rendered record that are kept.
 _RENDERED = ("untrained_turns", "hidden_turns", "special_as_text", *THINKING_COUNTS.values())
 # The columns of a table of turns: the fields of a TurnEnd, and the number of turns up to there.
-LENGTH, TARGETS, BYTES, ENDED, TURNS = range(5)
+_LENGTH, _TARGETS, _BYTES, _ENDED, _TURNS = range(5)
 _COLUMNS = 5
 
 
@@ -43,14 +43,15 @@ class EncodedSource(ABC):
         folder: the folder of the temporary file.
 
     Attributes:
-        division: the splits of the records, once they are encoded.
+        division: the splits of the records, once all are read.
         needs_division: whether the splits must be known before.
     """
+
+    division: Division
 
     def __init__(self, records: Records[Any], folder: Path) -> None:
         self.records = records
         self.store = TokenStore(folder / "tokens")
-        self.division = Division(*np.empty((3, 0), bool))
         self.needs_division = records.max_train_samples is not None
 
     def close(self) -> None:
@@ -191,11 +192,11 @@ class EncodedExamples(EncodedSource, Generic[R]):
             raise self._overlong_error(selected, complete, max_length)
 
         ends = complete.copy()
-        is_cut = (complete[..., LENGTH] > width) & ~is_dropped[:, None]
+        is_cut = (complete[..., _LENGTH] > width) & ~is_dropped[:, None]
         for example, part in np.argwhere(is_cut).tolist():
             ends[example, part] = self.truncated(self.parts * selected[example] + part, width)
-        lengths = ends[..., LENGTH]
-        have_targets = (ends[:, : self.own_parts, TARGETS] > 0).all(axis=1)
+        lengths = ends[..., _LENGTH]
+        have_targets = (ends[:, : self.own_parts, _TARGETS] > 0).all(axis=1)
         is_trained = have_targets & ~self.are_same(selected, lengths)
         is_kept = is_trained & ~is_dropped
 
@@ -216,18 +217,18 @@ class EncodedExamples(EncodedSource, Generic[R]):
         audit.untrained += int((~is_trained & ~is_dropped).sum())
         audit.kept = len(examples)
         audit.tokens = int(lengths[is_kept].sum())
-        tokens_of_overlong = complete[is_overlong, :, LENGTH].sum()
+        tokens_of_overlong = complete[is_overlong, :, _LENGTH].sum()
         audit.lost_tokens = int(tokens_of_overlong - lengths[is_overlong & is_kept].sum())
         audit.targets = written.targets
         audit.shared_tokens = int(examples.starts.sum())
         audit.rows = written.rows
         audit.positions = written.rows * self.parts * width
-        audit.turns = int(ends[is_kept, :, TURNS].sum())
-        audit.ended_turns = int(ends[is_kept, :, ENDED].sum())
+        audit.turns = int(ends[is_kept, :, _TURNS].sum())
+        audit.ended_turns = int(ends[is_kept, :, _ENDED].sum())
         self._check(audit, split, max_length)
         return SplitStats(
             records=audit.records - audit.bad,
-            bytes=int(ends[is_kept, :, BYTES].sum()),
+            bytes=int(ends[is_kept, :, _BYTES].sum()),
             audit=audit,
             **written._asdict(),
         )
@@ -266,14 +267,14 @@ class EncodedExamples(EncodedSource, Generic[R]):
 
     def _lengths_of(self, ends: np.ndarray) -> np.ndarray:
         """Return the smallest ``--max_length`` that holds each example, int64 [examples]."""
-        lengths: np.ndarray = ends[:, : self.own_parts, LENGTH].max(axis=1) - self.tokens_beyond
+        lengths: np.ndarray = ends[:, : self.own_parts, _LENGTH].max(axis=1) - self.tokens_beyond
         return lengths
 
     def _overlong_error(self, examples: np.ndarray, ends: np.ndarray, max_length: int) -> UserError:
         """Return the error that names the first overlong example."""
         first = int(np.argmax(self._lengths_of(ends) > max_length))
         place = self.records.place_of(self._records[examples[first]])
-        tokens = ends[first, : self.own_parts, LENGTH].max()
+        tokens = ends[first, : self.own_parts, _LENGTH].max()
         return UserError(
             f"{place}: {tokens:,} tokens are more than --max_length {max_length} allows; raise it, "
             "or set --overlong drop or truncate."
@@ -341,6 +342,6 @@ class EncodedConversations(EncodedExamples[Conversation]):
         first = self._last_turns[sequence - 1] + 1 if sequence else 0
         for turn in range(self._last_turns[sequence], first - 1, -1):
             end = self._turns[turn * _COLUMNS : (turn + 1) * _COLUMNS]
-            if end[LENGTH] <= width and end[TARGETS] > 0:
+            if end[_LENGTH] <= width and end[_TARGETS] > 0:
                 return end
         return [0] * _COLUMNS

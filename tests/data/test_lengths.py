@@ -148,6 +148,7 @@ def test_errors_name_the_flag_of_the_recipe(tmp_path, text_path, typed):
 def test_the_log_suggests_a_length_if_more_than_one_in_200_does_not_fit(tmp_path, capsys):
     tokenize_lengths(tmp_path, [50] * 199 + [600], 95)
     assert "are longer than" not in capsys.readouterr().out
+    assert tokenize_lengths(tmp_path, [50] * 199 + [600], "auto").metadata.block_size == 64
     tokenize_lengths(tmp_path, [50] * 198 + [600] * 2, 95)
     assert "2 of 200 are longer than --max_length 95; --max_length 640" in capsys.readouterr().out
 

@@ -378,6 +378,11 @@ def test_a_conversation_that_truncation_empties_is_left_out_and_counted(tmp_path
     audit = audit_of(tokenize_files(path, overlong="truncate"))
     assert (audit.truncated, audit.untrained, audit.kept) == (2, 1, 3)
 
+    # A row of the length of its first turn holds that turn.
+    first_turn = size_of(chat_record("q", "a"))
+    audit = audit_of(tokenize_files(path, overlong="truncate", max_length=first_turn - 1))
+    assert (audit.kept, audit.tokens) == (1, first_turn)
+
 
 def test_each_example_of_a_conversation_is_truncated_on_its_own(tmp_path, capsys):
     """The template drops earlier reasoning, so each turn with reasoning is an example."""
