@@ -39,7 +39,6 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -65,14 +64,6 @@ _SEGMENT_CHARACTERS = 1 << 16
 # Matches before white space that follows something else. Python counts \x1c to \x1f as white space,
 # Unicode does not.
 _GAP = re.compile(r"(?<!\s)(?=[^\S\x1c-\x1f])")
-
-
-class _Segment(NamedTuple):
-    """A part of a text that is encoded by itself."""
-
-    text: str
-    is_first: bool = True
-    is_last: bool = True
 
 
 class EncodedCorpus(EncodedSource):
@@ -105,11 +96,16 @@ class EncodedCorpus(EncodedSource):
         self.documents = documents
         self.is_trained = is_trained
         self.columns = columns
-        self._end_of_text = np.array([tokenizer.eos_token_id], np.int32)
-        self._has_bos = begins_with_bos(tokenizer)
-        self._first_token = self._end_of_text
-        if self._has_bos:
-            self._first_token = np.array([tokenizer.bos_token_id], np.int32)
+        # The tokens before each document, behind each, and behind the last one.
+        end_of_text = np.array([tokenizer.eos_token_id], np.int32)
+        nothing = np.empty(0, np.int32)
+        self._before = end_of_text
+        self._behind = nothing
+        self._end = end_of_text
+        if begins_with_bos(tokenizer):
+            self._before = np.array([tokenizer.bos_token_id], np.int32)
+            self._behind = end_of_text
+            self._end = nothing
 
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_truncation()
@@ -120,8 +116,10 @@ class EncodedCorpus(EncodedSource):
         # sequences are their eval data, and those before them are their training data.
         self._documents = array.array("q")
         self._bytes = array.array("q")
-        self._waiting: list[_Segment] = []  # to be encoded
+        # The segments that wait to be encoded, and whether each ends its text.
+        self._waiting: list[tuple[str, bool]] = []
         self._waiting_characters = 0
+        self._tokens: list[np.ndarray] = []  # of the first segments of a text
 
     def encode(self) -> None:
         """Read and encode all documents once.
@@ -176,8 +174,7 @@ class EncodedCorpus(EncodedSource):
         records = len(sequences)
         if split == "train":  # a document that is cut counts as eval data
             records -= int((self.division.is_cut & self.division.is_train).sum())
-        has_end = len(sequences) > 0 and not self._has_bos
-        end = self._end_of_text if has_end else np.empty(0, np.int32)
+        end = self._end if len(sequences) else np.empty(0, np.int32)
         written = write_stream(path, self.store, sequences, end, max_length, self.columns)
         return SplitStats(records=records, bytes=size, **written._asdict())
 
@@ -191,20 +188,17 @@ class EncodedCorpus(EncodedSource):
         for document in documents:
             self._documents.append(document)
             self._bytes.append(len(text.encode()))
-            segments = _segments_of(text) if self.is_trained else [_Segment(text)]
-            for segment in segments:
-                self._waiting.append(segment)
-                self._waiting_characters += len(segment.text)
+            segments = _segments_of(text) if self.is_trained else [(text, True)]
+            for segment, is_last in segments:
+                self._waiting.append((segment, is_last))
+                self._waiting_characters += len(segment)
                 if self._waiting_characters >= _ENCODE_CHARACTERS:
                     self._encode_waiting()
 
     def _encode_waiting(self) -> None:
         """Encode the waiting segments on all CPU cores, and store their tokens."""
         check_interrupt()
-        segments = self._waiting
-        self._waiting = []
-        self._waiting_characters = 0
-        texts = [segment.text for segment in segments]
+        texts = [text for text, _ in self._waiting]
         try:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the tokenizers library raises nothing narrower
@@ -212,14 +206,14 @@ class EncodedCorpus(EncodedSource):
                 f"the tokenizer cannot encode this text: {first_line(error)}."
             ) from None
 
-        for segment, encoding in zip(segments, encodings, strict=True):
-            if segment.is_first:
-                self.store.extend(self._first_token)
-            self.store.extend(np.array(encoding.ids, np.int32))
-            if segment.is_last:
-                if self._has_bos:
-                    self.store.extend(self._end_of_text)
-                self.store.end_sequence()
+        for (_, is_last), encoding in zip(self._waiting, encodings, strict=True):
+            self._tokens.append(np.array(encoding.ids, np.int32))
+            if is_last:
+                tokens = np.concatenate([self._before, *self._tokens, self._behind])
+                self.store.add(tokens, loss_mask=np.ones(len(tokens), bool))
+                self._tokens = []
+        self._waiting = []
+        self._waiting_characters = 0
 
     # --- from the store to rows
 
@@ -235,13 +229,17 @@ class EncodedCorpus(EncodedSource):
         return sequences[np.argsort(documents[sequences], kind="stable")]
 
 
-def _segments_of(text: str) -> Iterator[_Segment]:
-    """Split a text about every ``_SEGMENT_CHARACTERS``, before white space."""
+def _segments_of(text: str) -> Iterator[tuple[str, bool]]:
+    """Split a text about every ``_SEGMENT_CHARACTERS``, before white space.
+
+    Yields:
+        Each segment, and whether it is the last one.
+    """
     start = 0
     while gap := _GAP.search(text, start + _SEGMENT_CHARACTERS):
-        yield _Segment(text[start : gap.start()], is_first=start == 0, is_last=False)
+        yield text[start : gap.start()], False
         start = gap.start()
-    yield _Segment(text[start:], is_first=start == 0, is_last=True)
+    yield text[start:], True
 
 
 def write_stream(

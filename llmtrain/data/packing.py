@@ -72,16 +72,8 @@ class TokenStore:
             ids: int32 [n], the tokens.
             loss_mask: bool [n], whether each token is a target.
         """
-        self.extend(np.where(loss_mask, ids, ~ids))
-        self.end_sequence()
-
-    def extend(self, encoded: np.ndarray) -> None:
-        """Add tokens, as they are stored, to the sequence that :meth:`end_sequence` will end."""
-        self._file.write(encoded.astype(np.int32, copy=False).tobytes())
-        self._size += len(encoded)
-
-    def end_sequence(self) -> None:
-        """End a sequence: the next token belongs to another one."""
+        self._file.write(np.where(loss_mask, ids, ~ids).astype(np.int32, copy=False).tobytes())
+        self._size += len(ids)
         self._stops.append(self._size)
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ def rates_one_step_late(rates: LearningRates, step: int) -> Any:
 def repeat_first_tokens(corpus: EncodedCorpus, *arguments: Any) -> None:
     """Repeat the token before each text, as if both the template and the tokenizer added it."""
     init_corpus(corpus, *arguments)
-    corpus._first_token = np.repeat(corpus._first_token, 2)
+    corpus._before = np.repeat(corpus._before, 2)
 
 
 class MaskingCollate(loader.Collate):
