@@ -21,7 +21,7 @@ from llmtrain.json_types import JsonObject
 
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.
-_FORMAT_VERSION = 12
+_FORMAT_VERSION = 13
 
 
 @dataclass(frozen=True)
