@@ -2,8 +2,7 @@
 
 import csv
 import json
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ import pytest
 from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.prepare import Tokenized, tokenize
-from llmtrain.data.records import Documents, text_of
-from llmtrain.data.sources import Source
 from llmtrain.errors import UserError
 
 BLOCK = 8  # the size of blocks, if a test does not choose one
@@ -90,13 +87,6 @@ def documents_of(rows: Iterable[dict] | None, tokenized: Tokenized) -> list[str]
     assert tokens[0] == tokens[-1] == end
     ends = [i for i, token in enumerate(tokens) if token == end]
     return [tokenized.tokenizer.decode(tokens[a + 1 : b]) for a, b in pairwise(ends)]
-
-
-def documents(source: Source, field: str) -> Iterator[str | None]:
-    """Yield the text of each record."""
-    read_fields = partial(text_of, field=field)
-    for read in Documents(source, read_fields, eval_fraction=0.0, field=field).read():
-        yield read.record
 
 
 def complaint(*arguments: Any, **options: Any) -> str:
