@@ -1,6 +1,7 @@
 """`make digits` compares this tree with an earlier commit: a refactoring changes no digit."""
 
 import contextlib
+import fnmatch
 import itertools
 import json
 import os
@@ -24,9 +25,19 @@ BEGINS_WITH_BASE = os.environ.get("LLMTRAIN_WEIGHTS") == "base"
 # Runs of earlier commits that are not made any more, each with the reason.
 REMOVED: dict[str, str] = {}
 
-# Rows or messages that changed on purpose, by the reason.
+# Rows or messages that changed on purpose, by the reason. A star stands for any text.
 CHANGED = {
-    "a message about a data set without text to train on names it": ["text one eval 0.8: error"]
+    "an empty data set has one sentence with all counts": [
+        "few records: error",
+        "only *: error",
+        "text one eval 0.8: error",
+    ],
+    "an error about a record shows its value": ["bad *: error"],
+    "an example that truncation empties is counted, like one that is dropped": [
+        "bad long truncate: *",
+        "bad nothing fits truncate: *",
+        "bad pair long truncate *: *",
+    ],
 }
 
 
@@ -62,7 +73,9 @@ def test_every_data_set_has_the_rows_of_the_earlier_commit(
 
     intended = list(itertools.chain.from_iterable(CHANGED.values()))
     different = differences(before, after)
-    assert [name for name in different if name not in intended] == []
+    for pattern in intended:
+        different = [name for name in different if not fnmatch.fnmatch(name, pattern)]
+    assert different == []
     score(f"digits: the rows of {len(after)} data sets equal those of {BASE}")
 
 
