@@ -270,15 +270,6 @@ def write_stream(
     tail = np.append(end, np.full(rows * block_size - targets, IGNORED, np.int32))
     are_isolated = "position_ids" in columns
 
-    digest = hashlib.sha256()
-    for stop, length in zip(stops.tolist(), lengths.tolist(), strict=True):
-        if are_isolated:
-            digest.update(b"|")  # tokens have four bytes each, so this is unambiguous
-        for start in range(stop - length, stop, TOKENS_PER_BATCH):
-            piece = store.read_encoded(start, min(start + TOKENS_PER_BATCH, stop))
-            digest.update(piece.astype("<i4").tobytes())
-    digest.update(end.astype("<i4").tobytes())
-
     widths = dict.fromkeys(columns, block_size + 1)
     if LENGTHS in widths:
         widths[LENGTHS] = 1
@@ -304,7 +295,23 @@ def write_stream(
                 values["position_ids"] = _positions(_overlapping_rows(is_begin, block_size))
             write(values)
 
-    return WrittenRows(rows=rows, targets=targets, sha256=digest.hexdigest())
+    digest = _digest_of_stream(store, stops, lengths, end, are_isolated)
+    return WrittenRows(rows=rows, targets=targets, sha256=digest)
+
+
+def _digest_of_stream(
+    store: TokenStore, stops: np.ndarray, lengths: np.ndarray, end: np.ndarray, are_isolated: bool
+) -> str:
+    """Hash the tokens of a stream, and where its documents begin if that matters."""
+    digest = hashlib.sha256()
+    for stop, length in zip(stops.tolist(), lengths.tolist(), strict=True):
+        if are_isolated:
+            digest.update(b"|")  # tokens have four bytes each, so this is unambiguous
+        for start in range(stop - length, stop, TOKENS_PER_BATCH):
+            piece = store.read_encoded(start, min(start + TOKENS_PER_BATCH, stop))
+            digest.update(piece.astype("<i4").tobytes())
+    digest.update(end.astype("<i4").tobytes())
+    return digest.hexdigest()
 
 
 def _overlapping_rows(stream: np.ndarray, block_size: int) -> np.ndarray:

@@ -203,11 +203,11 @@ def write_rows(
     packing: bool,
     note: str = "",
 ) -> WrittenRows:
-    """Write examples as rows.
+    """Write examples of sequences in a store as rows.
 
     Args:
         path: the file to write.
-        store: holds the sequences.
+        store: the store.
         examples: the tokens to write.
         width: the number of tokens in a row.
         packing: pack several examples into a row. Otherwise each conversation gets a row of its
@@ -223,9 +223,9 @@ def write_rows(
         widths.pop("position_ids")  # a row with one document needs none
         widths[LENGTHS] = examples.parts
 
-    # The first token of each part in the store.
-    starts = np.append(0, store.stops)[examples.sequences] + examples.starts
-    stops = starts + examples.stops - examples.starts
+    first_in_store = np.append(0, store.stops)[examples.sequences]
+    starts = first_in_store + examples.starts
+    stops = first_in_store + examples.stops
 
     def tokens_of(example: int, part: int) -> np.ndarray:
         return store.read_encoded(int(starts[example, part]), int(stops[example, part]))
@@ -250,7 +250,6 @@ def write_rows(
             is_desirable = bool(examples.is_first_desirable[example])
             digest.update(f"{len(parts[0])} {shared} {is_desirable}".encode())
     digest.update(f"{width} {packing}{note}".encode())
-
     return WrittenRows(
         rows=len(rows),
         targets=targets,
