@@ -37,7 +37,7 @@ from benchmarks.runs import (
 )
 from llmtrain import DataConfig, GPTConfig, build_gpt, tokenize
 from llmtrain.data.loader import train_loader
-from llmtrain.data.samplers import GlobalBatchSampler
+from llmtrain.data.order import GlobalBatchSampler
 from llmtrain.errors import UserError
 from llmtrain.lab.plan.calibration import measured_peak
 from llmtrain.launching.accelerator import start_accelerator

@@ -85,8 +85,6 @@ NAMES = [
     "transformers.integrations.moe._can_use_grouped_mm",
     # A data set in memory is recognised when a run resumes.
     "datasets.Dataset._fingerprint",
-    # Rows are read from the table itself, which a selection does not follow.
-    "datasets.Dataset._indices",
 ]
 
 # Names that look private and are not: Python documents them, or they are our own.

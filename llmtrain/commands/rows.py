@@ -129,8 +129,8 @@ def _data_of_run(history: History) -> _Data:
     Raises:
         UserError: if they are not there. The message has a command that makes them again.
     """
+    from llmtrain.data.order import Mixture
     from llmtrain.data.prepare import open_entry
-    from llmtrain.data.shuffle import Mixture
 
     fingerprint = _fingerprint_of(history)
     # The name is empty if the recipe made its rows itself.
@@ -241,8 +241,8 @@ def _nlls(rows: "Tokenized", numbers: list[int], model: str) -> list[float]:
     import torch
 
     import llmtrain as lt
-    from llmtrain.data.loader import Collate, SlotRows
-    from llmtrain.data.samplers import Slot
+    from llmtrain.data.loader import LocalBatches
+    from llmtrain.data.order import Slot
     from llmtrain.launching.accelerator import start_accelerator
     from llmtrain.model_folders import is_adapter
     from llmtrain.parallel.placement import place
@@ -252,9 +252,9 @@ def _nlls(rows: "Tokenized", numbers: list[int], model: str) -> list[float]:
     accelerator = start_accelerator()
     bundle = place(accelerator, lt.load_model(config, None, rows, seed=0, precision="no"))
     trained = bundle.model.float().eval()
-    collate = Collate(micro_batch=1, prepare=bundle.prepare_batch)
+    batches = LocalBatches(rows.train, micro_batch=1, prepare=bundle.prepare_batch)
     slots = [Slot(position=0, row=number) for number in numbers]
-    batch = collate(SlotRows(rows.train).__getitems__(slots)).to(accelerator.device)
+    batch = batches.__getitems__(slots).to(accelerator.device)
     with torch.no_grad():
         sums = [bundle.objective.loss(trained, one, {}).loss.item() for one in batch.batches]
     return [nll / max(count, 1) for nll, count in zip(sums, batch.targets.tolist(), strict=True)]

@@ -11,7 +11,7 @@ A record passes these modules, in this order:
 5. ``examples``, ``pairs``: the sequences wait in a temporary file until the length of the rows is
    known. Then the examples that fit are chosen.
 6. ``packing``: examples become rows.
-7. ``samplers``, ``loader``: the rows of each step become a batch.
+7. ``order``, ``loader``: the rows of each step become a batch.
 
 ``prompts`` makes the prompts of a finished model with the renderers of step 4.
 

@@ -1,84 +1,23 @@
 """Load the rows of each step, and divide them into micro-batches.
 
 Samplers yield the slots of complete global batches. Accelerate gives each rank its slice of them,
-and :class:`Collate` splits that slice into micro-batches.
+and :class:`LocalBatches` splits that slice into micro-batches.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from llmtrain.data.grouping import LengthGrouping
+from llmtrain.data.order import EvalSampler, GlobalBatchSampler, Mixture, Slot
 from llmtrain.data.packing import LENGTHS, PREFERENCE_COLUMNS, Rows, as_matrices
-from llmtrain.data.samplers import EvalSampler, GlobalBatchSampler, Slot, eval_batch_size
-from llmtrain.data.shuffle import Mixture
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch, Trimming
 from llmtrain.padded_sizes import padded_size
 from llmtrain.seeds import mix, seed_of
 
 _MIN_POSITIONS = 8  # that the model computes of a trimmed row
-
-
-class RowBatch(NamedTuple):
-    """The rows of some slots, by column.
-
-    Attributes:
-        slots: the slots.
-        columns: each [slots, block_size + 1], by name.
-        lengths: int [slots, parts], the number of tokens of unpacked rows, or of the halves of such
-            rows. It is 0 for an empty slot. ``None`` if rows are packed.
-    """
-
-    slots: list[Slot]
-    columns: dict[str, np.ndarray]
-    lengths: np.ndarray | None = None
-
-
-class SlotRows(Dataset[RowBatch]):
-    """Token rows, read by slot.
-
-    They are read from memory-mapped columns. A ``datasets.Dataset`` takes ten times as long for a
-    few rows.
-    """
-
-    def __init__(self, rows: Rows) -> None:
-        # Dataset.select() keeps the table, and stores the selected rows as indices.
-        assert getattr(rows, "_indices", None) is None, "rows must not be a selection of a table"
-        # Arrow stores a column in chunks. So each column is a list of matrices [rows, length], one
-        # for each chunk. All columns have the same chunks.
-        self.columns = {name: as_matrices(rows.data.column(name)) for name in rows.column_names}
-        first_column = next(iter(self.columns.values()))
-        chunk_lengths = [len(matrix) for matrix in first_column]
-        # Chunk i holds the rows from chunk_starts[i] to chunk_ends[i] - 1.
-        self.chunk_ends = np.cumsum(chunk_lengths)
-        self.chunk_starts = self.chunk_ends - chunk_lengths
-
-    def __getitems__(self, slots: list[Slot]) -> RowBatch:
-        """Return the rows of slots, with ``labels``; an empty slot has no label."""
-        # An empty slot reads row 0. Its labels are removed below.
-        rows = np.array([slot.row or 0 for slot in slots])
-        chunks = np.searchsorted(self.chunk_ends, rows, side="right")
-        rows_in_chunks = rows - self.chunk_starts[chunks]
-        columns = {}
-        for name, matrices in self.columns.items():
-            indices = zip(chunks.tolist(), rows_in_chunks.tolist(), strict=True)
-            columns[name] = np.stack([matrices[chunk][row] for chunk, row in indices])
-
-        is_empty = [slot.row is None for slot in slots]
-        lengths = columns.pop(LENGTHS, None)
-        if lengths is not None:
-            lengths[is_empty] = 0
-
-        # Rows of plain text have no column of labels: their tokens are the labels, too, and are
-        # -100 after the end of the text. Both names then stand for the same array, which is not
-        # copied. So an empty slot gets -100 as its inputs, too; Collate replaces them.
-        labels = columns.setdefault("labels", columns["input_ids"])
-        labels[is_empty] = IGNORED
-        return RowBatch(slots, columns, lengths)
 
 
 def row_lengths(rows: Rows) -> np.ndarray | None:
@@ -102,12 +41,7 @@ def trimmed_width(longest: int, full_width: int) -> int:
         longest: the number of tokens in the longest row.
         full_width: the number of tokens in a row with its padding.
     """
-    return min(_padded_positions(longest) + 1, full_width)
-
-
-def _padded_positions(length: int) -> int:
-    """Return how many positions of a row with ``length`` tokens are computed: all but the last."""
-    return padded_size(length - 1, smallest=_MIN_POSITIONS)
+    return min(padded_size(longest - 1, smallest=_MIN_POSITIONS) + 1, full_width)
 
 
 def count_shapes(rows: Rows) -> int:
@@ -115,18 +49,23 @@ def count_shapes(rows: Rows) -> int:
     lengths = row_lengths(rows)
     if lengths is None:
         return 1
-    return len({_padded_positions(length) for length in np.unique(lengths).tolist()})
+    longest = int(lengths.max())
+    return len({trimmed_width(length, longest) for length in np.unique(lengths).tolist()})
 
 
-class Collate:
-    """Splits a rank's slice of the global batch into micro-batches.
+class LocalBatches(Dataset[LocalBatch]):
+    """The rows of slots, as micro-batches, so that nothing is left to collate.
 
     Each has ``input_ids`` and ``labels``, both int64 [micro_batch, block_size + 1]. Labels are not
     shifted. Packed rows also have ``position_ids`` of that shape, which restart at each document.
 
     Unpacked rows are trimmed to the longest of their micro-batch, up to one of a few sizes.
 
+    Rows are read from memory-mapped columns. A ``datasets.Dataset`` takes ten times as long for a
+    few rows.
+
     Args:
+        rows: the rows.
         micro_batch: the number of rows in a micro-batch.
         dropout_seed: from it, each row gets a key in the column ``dropout_keys``, int64
             [micro_batch]. ``None``: there is no such column.
@@ -135,6 +74,7 @@ class Collate:
 
     def __init__(
         self,
+        rows: Rows,
         micro_batch: int,
         dropout_seed: int | None = None,
         prepare: Callable[[Batch], Batch] | None = None,
@@ -142,50 +82,78 @@ class Collate:
         self.micro_batch = micro_batch
         self.dropout_seed = dropout_seed
         self.prepare = prepare
+        # Arrow stores a column in chunks. So each column is a list of matrices [rows, length], one
+        # for each chunk. All columns have the same chunks.
+        self.columns = {name: as_matrices(rows.data.column(name)) for name in rows.column_names}
+        first_column = next(iter(self.columns.values()))
+        chunk_lengths = [len(matrix) for matrix in first_column]
+        # Chunk i holds the rows from chunk_starts[i] to chunk_ends[i] - 1.
+        self.chunk_ends = np.cumsum(chunk_lengths)
+        self.chunk_starts = self.chunk_ends - chunk_lengths
 
-    def __call__(self, row_batch: RowBatch) -> LocalBatch:
-        arrays = {}
-        for name, column in row_batch.columns.items():
-            arrays[name] = column.astype(np.int64) if column.dtype.kind == "i" else column
-        # Inputs of plain text are -100 in empty slots and after the end of the text: there they are
-        # the labels (see SlotRows). Any token may replace them, because those labels stay -100.
-        arrays["input_ids"] = np.maximum(arrays["input_ids"], 0)
+    def __getitems__(self, slots: list[Slot]) -> LocalBatch:
+        """Return the micro-batches of slots."""
+        arrays = self.read(slots)
+        lengths = arrays.pop(LENGTHS, None)
+        input_ids = arrays["input_ids"]
+        labels = arrays["labels"]
         columns = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self.dropout_seed is not None:
-            keys = [seed_of(self.dropout_seed, slot.position) for slot in row_batch.slots]
+            keys = [seed_of(self.dropout_seed, slot.position) for slot in slots]
             columns["dropout_keys"] = torch.tensor(keys, dtype=torch.int64)
 
-        rows = np.array([-1 if slot.row is None else slot.row for slot in row_batch.slots])
-        is_row = rows >= 0
-        targets = (arrays["labels"][:, 1:] != IGNORED).sum(axis=1)
+        rows = np.array([-1 if slot.row is None else slot.row for slot in slots])
         local_batch = LocalBatch(
             columns,
             self.micro_batch,
             rows=torch.from_numpy(rows),
-            targets=torch.from_numpy(targets),
-            token_fingerprint=fingerprint(arrays["input_ids"][is_row]),
-            label_fingerprint=fingerprint(arrays["labels"][is_row]),
-            trimming=self._trimming(row_batch),
-            source=row_batch.slots[0].source,
+            targets=torch.from_numpy((labels[:, 1:] != IGNORED).sum(axis=1)),
+            token_fingerprint=fingerprint(input_ids[rows >= 0]),
+            label_fingerprint=fingerprint(labels[rows >= 0]),
+            trimming=None if lengths is None else self._trimming(lengths, labels.shape[1]),
+            source=slots[0].source,
         )
         if self.prepare is None:
             return local_batch
         prepared = tuple(self.prepare(batch) for batch in local_batch.batches)
         return replace(local_batch, prepared=prepared)
 
-    def _trimming(self, row_batch: RowBatch) -> Trimming | None:
-        """Return how much of their rows the micro-batches keep; ``None`` if rows are packed."""
-        if row_batch.lengths is None:
-            return None
-        rows, parts = row_batch.lengths.shape
-        full_width = row_batch.columns["labels"].shape[1] // parts
+    def read(self, slots: list[Slot]) -> dict[str, np.ndarray]:
+        """Return the rows of slots by column, [slots, length]. An empty slot has no label."""
+        # An empty slot reads row 0. Its labels are removed below.
+        rows = np.array([slot.row or 0 for slot in slots])
+        chunks = np.searchsorted(self.chunk_ends, rows, side="right")
+        rows_in_chunks = rows - self.chunk_starts[chunks]
+        columns = {}
+        for name, matrices in self.columns.items():
+            indices = zip(chunks.tolist(), rows_in_chunks.tolist(), strict=True)
+            column = np.stack([matrices[chunk][row] for chunk, row in indices])
+            columns[name] = column.astype(np.int64) if column.dtype.kind == "i" else column
 
+        is_empty = [slot.row is None for slot in slots]
+        if LENGTHS in columns:
+            columns[LENGTHS][is_empty] = 0
+        # Rows of plain text have no column of labels: their tokens are the labels, too.
+        labels = columns.setdefault("labels", columns["input_ids"])
+        labels[is_empty] = IGNORED
+        # Tokens of text are -100 after its end. Any token may replace them, if the labels do not.
+        columns["input_ids"] = np.maximum(columns["input_ids"], 0)
+        return columns
+
+    def _trimming(self, lengths: np.ndarray, width: int) -> Trimming:
+        """Return how much of their rows the micro-batches keep.
+
+        Args:
+            lengths: int [slots, parts], the number of tokens of unpacked rows, or of the halves of
+                such rows.
+            width: the number of tokens in a row with its padding.
+        """
+        slots, parts = lengths.shape
         widths = []
-        for start in range(0, rows, self.micro_batch):
-            longest = int(row_batch.lengths[start : start + self.micro_batch].max())
-            widths.append(trimmed_width(longest, full_width))
-
-        token_columns = [name for name in PREFERENCE_COLUMNS if name in row_batch.columns]
+        for start in range(0, slots, self.micro_batch):
+            longest = int(lengths[start : start + self.micro_batch].max())
+            widths.append(trimmed_width(longest, width // parts))
+        token_columns = [name for name in PREFERENCE_COLUMNS if name in self.columns]
         return Trimming(columns=tuple(token_columns), parts=parts, widths=tuple(widths))
 
 
@@ -215,7 +183,7 @@ def train_loader(
     mixture: Mixture | None = None,
     prepare: Callable[[Batch], Batch] | None = None,
     pinned: bool = False,
-) -> DataLoader[RowBatch]:
+) -> DataLoader[LocalBatch]:
     """Return a loader of training batches, for ``accelerator.prepare``.
 
     Starting at a late step costs nothing. Unpacked rows are grouped by length, unless they keep the
@@ -227,22 +195,20 @@ def train_loader(
         micro_batch: the largest number of rows in a micro-batch.
         steps: the numbers of the steps, from 0.
         seed: chooses the order of the rows; ``None`` keeps the stored order.
-        dropout_seed: see :class:`Collate`.
+        dropout_seed: see :class:`LocalBatches`.
         mixture: assigns positions of the run to sources. It needs a seed.
-        prepare: see :class:`Collate`.
+        prepare: see :class:`LocalBatches`.
         pinned: use memory from which a GPU can copy while it computes.
     """
-    lengths = row_lengths(rows)
     sampler = GlobalBatchSampler(
-        len(rows),
-        global_batch_size,
-        steps,
-        seed,
-        mixture=mixture,
-        grouping=None if lengths is None else LengthGrouping(lengths),
+        len(rows), global_batch_size, steps, seed, mixture=mixture, lengths=row_lengths(rows)
     )
-    collate: Callable[..., LocalBatch] = Collate(micro_batch, dropout_seed, prepare)
-    return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)
+    return DataLoader(
+        LocalBatches(rows, micro_batch, dropout_seed, prepare),
+        batch_sampler=sampler,
+        collate_fn=lambda local_batch: local_batch,
+        pin_memory=pinned,
+    )
 
 
 def eval_loader(
@@ -253,7 +219,7 @@ def eval_loader(
     pinned: bool = False,
     source_rows: Sequence[int] = (),
     bitwise: bool = False,
-) -> DataLoader[RowBatch]:
+) -> DataLoader[LocalBatch]:
     """Return a loader of every row once, in the stored order, for ``accelerator.prepare``.
 
     The last batch of each source is filled up with rows of weight zero. Micro-batches have up to a
@@ -263,16 +229,21 @@ def eval_loader(
         rows: the eval rows.
         processes: the number of ranks that divide a batch.
         micro_batch: the largest number of rows in a micro-batch.
-        prepare: see :class:`Collate`.
+        prepare: see :class:`LocalBatches`.
         pinned: use memory from which a GPU can copy while it computes.
         source_rows: the number of rows of each source, if there are several.
         bitwise: keep the size of micro-batches, which affects rounding, whatever ``processes`` is.
     """
     source_rows = source_rows or [len(rows)]
-    if bitwise:
-        batch_size = processes * micro_batch
-    else:
-        batch_size = eval_batch_size(source_rows, processes, micro_batch)
-    sampler = EvalSampler(source_rows, batch_size)
-    collate: Callable[..., LocalBatch] = Collate(micro_batch, prepare=prepare)
-    return DataLoader(SlotRows(rows), batch_sampler=sampler, collate_fn=collate, pin_memory=pinned)
+    batch_size = processes * micro_batch
+    if not bitwise:
+        # A smaller batch makes worse use of the device, so it has more than three quarters of the
+        # rows. If several sizes leave equally few rows empty, the largest is chosen.
+        batch_sizes = range(batch_size, processes * (micro_batch * 3 // 4), -processes)
+        batch_size = min(batch_sizes, key=lambda size: sum(-count % size for count in source_rows))
+    return DataLoader(
+        LocalBatches(rows, micro_batch, prepare=prepare),
+        batch_sampler=EvalSampler(source_rows, batch_size),
+        collate_fn=lambda local_batch: local_batch,
+        pin_memory=pinned,
+    )

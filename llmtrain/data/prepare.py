@@ -24,13 +24,13 @@ from llmtrain.data.data_log import describe
 from llmtrain.data.examples import EncodedConversations, EncodedSource
 from llmtrain.data.formats import conversation_of, preference_of
 from llmtrain.data.metadata import DataMetadata, metadata_of
+from llmtrain.data.order import Mixture
 from llmtrain.data.packing import TokenRows
 from llmtrain.data.pairs import EncodedPairs
 from llmtrain.data.records import Documents, Records, text_of
 from llmtrain.data.render import AnyRenderer, make_renderer
 from llmtrain.data.request import DataRequest, make_request
 from llmtrain.data.requested_sources import RequestedSource
-from llmtrain.data.shuffle import Mixture
 from llmtrain.data.sources import PythonRecords, records_source
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, as_user_error, first_line

@@ -11,10 +11,10 @@ from llmtrain.config.flags import flags_of
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import NO_TEMPLATE, set_template, template_text
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.order import counts_per_period
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.readers import Source
 from llmtrain.data.requested_sources import RequestedSource, requested_sources
-from llmtrain.data.shuffle import counts_per_period
 from llmtrain.errors import UserError
 from llmtrain.files import digest
 from llmtrain.json_types import JsonObject

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.audit import SplitStats
-from llmtrain.data.grouping import BATCHES_PER_MEGABATCH
 from llmtrain.data.metadata import DataMetadata, metadata_of
+from llmtrain.data.order import BATCHES_PER_MEGABATCH, Mixture
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS, Rows, TokenRows, as_matrices
 from llmtrain.data.readers import kind_of, suffix_of
 from llmtrain.data.records import Split
-from llmtrain.data.shuffle import Mixture
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED
 

@@ -11,7 +11,7 @@ from collections import Counter
 import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from llmtrain.data.samplers import slots_of
+from llmtrain.data.order import GlobalBatchSampler
 from llmtrain.lessons.common import claim, show
 
 PROCESSES = 1
@@ -65,7 +65,8 @@ def _show_resuming() -> None:
     show(f"torch, resumed after step 1 without skipping, reads {sorted(first_rows)} again")
     assert set(first_rows) == set(torch_steps(2)[0])
 
-    second_step = [slot.row for slot in slots_of(1, ROWS, BATCH, seed=0)]
+    sampler = GlobalBatchSampler(ROWS, BATCH, range(1, STEPS), seed=0)
+    second_step = [slot.row for slot in next(iter(sampler))]
     show(f"llmtrain computes the rows of step 2 directly: {second_step}")
     assert second_step == llmtrain_steps(1)[1]
 
@@ -97,11 +98,11 @@ def llmtrain_steps(processes: int) -> list[list[int | None]]:
     """Return the rows of each step, put together from the share of each process."""
     rows_per_process = BATCH // processes
     steps = []
-    for step in range(STEPS):
-        slots = [slot.row for slot in slots_of(step, ROWS, BATCH, seed=0)]
+    for slots in GlobalBatchSampler(ROWS, BATCH, range(STEPS), seed=0):
+        rows = [slot.row for slot in slots]
         step_rows: list[int | None] = []
         for rank in range(processes):
             start = rank * rows_per_process
-            step_rows += slots[start : start + rows_per_process]
+            step_rows += rows[start : start + rows_per_process]
         steps.append(step_rows)
     return steps

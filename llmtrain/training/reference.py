@@ -20,9 +20,9 @@ import torch
 from tqdm import tqdm
 
 from llmtrain.console import can_show_bars, say
-from llmtrain.data.loader import Collate, SlotRows
+from llmtrain.data.loader import LocalBatches
+from llmtrain.data.order import Slot
 from llmtrain.data.packing import TokenRows
-from llmtrain.data.samplers import Slot
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, digest
@@ -145,8 +145,7 @@ def _compute(
         float32 [rows of the chunk, ``reference_size``].
     """
     model = bundle.model
-    collate = Collate(_ROWS_PER_PASS, prepare=bundle.prepare_batch)
-    table = SlotRows(rows)
+    batches = LocalBatches(rows, _ROWS_PER_PASS, prepare=bundle.prepare_batch)
 
     shares = ranks.world_size
     passes = -(-_ROWS_PER_CHUNK // _ROWS_PER_PASS)
@@ -166,8 +165,8 @@ def _compute(
         own_values = []
         for i in range(passes_of_rank):
             pass_index = ranks.rank + i * shares
-            row_batch = table.__getitems__(_slots_of_pass(first_row, pass_index, len(rows)))
-            (batch,) = collate(row_batch).to(ranks.device).batches
+            slots = _slots_of_pass(first_row, pass_index, len(rows))
+            (batch,) = batches.__getitems__(slots).to(ranks.device).batches
             with ranks.accelerator.autocast(), missing_names_explained(model):
                 values = model(**batch, compute=bundle.objective.reference)
                 own_values.append(values.float())

@@ -169,11 +169,11 @@ def faulty(state, structure, tensors):
 OptimizerState.restore = faulty
 """
 SEED_OF_RANK = """
-import llmtrain.data.samplers as samplers
-correct = samplers.key_of
+import llmtrain.data.order as order
+correct = order.key_of
 def faulty(seed, number):
     return correct(seed + int(os.environ.get("RANK", "0")), number)
-samplers.key_of = faulty
+order.key_of = faulty
 """
 PROGRAM = """
 import json, os, sys

@@ -4,26 +4,23 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from accelerate import Accelerator
 
 from llmtrain.data import packing
-from llmtrain.data.grouping import BATCHES_PER_MEGABATCH, LengthGrouping
 from llmtrain.data.loader import (
-    Collate,
-    RowBatch,
-    SlotRows,
+    LocalBatches,
     count_shapes,
     eval_loader,
     row_lengths,
     train_loader,
     trimmed_width,
 )
+from llmtrain.data.order import BATCHES_PER_MEGABATCH, GlobalBatchSampler, Mixture, Slot
 from llmtrain.data.packing import Examples, TokenRows, TokenStore, write_rows
 from llmtrain.data.prepare import Tokenized
-from llmtrain.data.samplers import GlobalBatchSampler, Slot, slots_of
-from llmtrain.data.shuffle import Mixture
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
 from llmtrain.models.config import ModelConfig
@@ -102,12 +99,9 @@ def epoch_of(epoch: int, lengths: np.ndarray, size: int, seed: int = 0) -> list[
     n = len(lengths)
     steps_per_epoch = -(-n // size)
     first = epoch * steps_per_epoch
-    grouping = LengthGrouping(lengths)
-    batches = []
-    for step in range(first, first + steps_per_epoch):
-        slots = slots_of(step, n, size, seed=seed, grouping=grouping)
-        batches.append([slot.row for slot in slots])
-    return batches
+    steps = range(first, first + steps_per_epoch)
+    sampler = GlobalBatchSampler(n, size, steps, seed=seed, lengths=lengths)
+    return [[slot.row for slot in slots] for slots in sampler]
 
 
 def megabatches_of(steps: list) -> list[list]:
@@ -140,9 +134,9 @@ def test_an_epoch_holds_every_row_once_and_empty_slots_only_at_its_end(n, size):
 def test_a_megabatch_has_its_ungrouped_rows_in_slices_of_sorted_lengths():
     lengths = random_lengths(1000)
     for epoch in range(2):
-        ungrouped = []
-        for step in range(epoch * 250, (epoch + 1) * 250):
-            ungrouped.append([slot.row for slot in slots_of(step, 1000, 4, seed=0)])
+        steps = range(epoch * 250, (epoch + 1) * 250)
+        sampler = GlobalBatchSampler(1000, 4, steps, seed=0)
+        ungrouped = [[slot.row for slot in slots] for slots in sampler]
 
         megabatches = megabatches_of(epoch_of(epoch, lengths, 4))
         assert len(megabatches) == 5
@@ -180,15 +174,13 @@ def test_the_short_batch_at_the_end_of_an_epoch_has_any_lengths():
 @pytest.mark.parametrize(("n", "size"), SIZES)
 def test_a_step_has_the_same_rows_whichever_step_was_looked_up_before(n, size):
     lengths = random_lengths(n)
-    from_the_start = list(
-        GlobalBatchSampler(n, size, range(110), seed=3, grouping=LengthGrouping(lengths))
-    )
+    from_the_start = list(GlobalBatchSampler(n, size, range(110), seed=3, lengths=lengths))
     positions = [slot.position for slot in chain.from_iterable(from_the_start)]
     assert positions == list(range(110 * size))
 
-    grouping = LengthGrouping(lengths)
+    sampler = GlobalBatchSampler(n, size, range(110), seed=3, lengths=lengths)
     for step in [109, 0, *range(1, 109, 12)]:
-        slots = slots_of(step, n, size, seed=3, grouping=grouping)
+        slots = sampler.slots_of(step)
         assert slots == from_the_start[step]
         assert {type(slot.row) for slot in slots} <= {int, type(None)}
 
@@ -207,9 +199,7 @@ def test_the_rows_of_a_step_never_change_between_versions():
 def test_grouping_keeps_the_rows_that_a_mixture_gives_to_a_megabatch():
     lengths = random_lengths(230)
     mixture = Mixture([200, 30], [0.7, 0.3])
-    sampler = GlobalBatchSampler(
-        230, 8, range(150), seed=5, mixture=mixture, grouping=LengthGrouping(lengths)
-    )
+    sampler = GlobalBatchSampler(230, 8, range(150), seed=5, mixture=mixture, lengths=lengths)
     batches = [[slot.row for slot in slots] for slots in sampler]
 
     for number, megabatch in enumerate(megabatches_of(batches)):
@@ -226,12 +216,11 @@ def test_a_late_step_of_a_huge_run_permutes_only_the_rows_near_it(monkeypatch):
         permuted.append(len(positions))
         return positions
 
-    monkeypatch.setattr("llmtrain.data.grouping.permute", permute)
-    monkeypatch.setattr("llmtrain.data.samplers.permute", permute)
+    monkeypatch.setattr("llmtrain.data.order.permute", permute)
     steps = range(10**13, 10**13 + 2)
-    for grouping in (None, LengthGrouping(np.broadcast_to(np.int64(7), 10**12))):
+    for lengths in (None, np.broadcast_to(np.int64(7), 10**12)):
         permuted.clear()
-        batches = list(GlobalBatchSampler(10**12, 64, steps, seed=0, grouping=grouping))
+        batches = list(GlobalBatchSampler(10**12, 64, steps, seed=0, lengths=lengths))
         assert [len(batch) for batch in batches] == [64, 64]
         assert batches[0][0].position == steps[0] * 64
         assert 0 < sum(permuted) <= 2 * 4096  # two steps may be in two megabatches
@@ -315,7 +304,7 @@ def pad_again(column: torch.Tensor, halves: int, full_width: int, padding: int) 
 
 
 def test_trimming_removes_nothing_but_padding(table):
-    stored_rows = SlotRows(table)
+    stored_rows = LocalBatches(table, micro_batch=3)
     is_pair = "answers" in stored_rows.columns
     padding = {"input_ids": 0, "labels": IGNORED}
     if is_pair:
@@ -324,7 +313,7 @@ def test_trimming_removes_nothing_but_padding(table):
     for local_batch in train_loader(table, 8, micro_batch=3, steps=range(35), seed=5):
         slots = [Slot(0, row if row >= 0 else None) for row in local_batch.rows.tolist()]
         is_row = local_batch.rows >= 0  # an empty slot may hold any tokens, but no label
-        stored = stored_rows.__getitems__(slots).columns
+        stored = stored_rows.read(slots)
 
         for name, value in padding.items():
             expected = torch.from_numpy(stored[name]).long()
@@ -345,9 +334,10 @@ def test_a_model_prepares_micro_batches_that_are_trimmed(rows):
         prepared_shapes.append(batch["labels"].shape)
         return {"targets": (batch["labels"][:, 1:] != IGNORED).sum(1)}
 
-    row_batch = SlotRows(rows).__getitems__([Slot(i, i) for i in range(6)])
-    row_batch.columns["reference"] = np.zeros((6, 2), np.float32)
-    local_batch = Collate(4, dropout_seed=1, prepare=prepare)(row_batch)
+    values = pyarrow.array([[0.0, 0.0]] * len(rows), pyarrow.list_(pyarrow.float32(), 2))
+    with_reference = TokenRows(rows.data.combine_chunks().append_column("reference", values))
+    batches = LocalBatches(with_reference, 4, dropout_seed=1, prepare=prepare)
+    local_batch = batches.__getitems__([Slot(i, i) for i in range(6)])
 
     first, second = prepared_shapes
     assert first[1] != second[1]
@@ -387,7 +377,7 @@ def test_packed_rows_are_neither_grouped_nor_trimmed(tmp_path):
     assert count_shapes(rows) == 1
 
     loader = train_loader(rows, 8, micro_batch=4, steps=range(5), seed=1)
-    assert loader.batch_sampler.grouping is None
+    assert loader.batch_sampler.lengths is None
     for local_batch in loader:
         assert local_batch.trimming is None
         assert {batch["labels"].shape for batch in local_batch.batches} == {(4, WIDTH)}
@@ -424,18 +414,17 @@ def test_trimming_changes_neither_loss_nor_gradient(rows, family, dtype, roundin
     model = bundle.model.to(dtype).train()
 
     slots = [*(Slot(i, i) for i in range(7)), Slot(7, None)]
-    row_batch = SlotRows(rows).__getitems__(slots)
 
-    def loss_and_gradient(row_batch: RowBatch, micro_batch: int) -> tuple[torch.Tensor, ...]:
+    def loss_and_gradient(rows: TokenRows, micro_batch: int) -> tuple[torch.Tensor, ...]:
         model.zero_grad()
-        collate = Collate(micro_batch, prepare=bundle.prepare_batch)
-        loss = sum(model(**batch) for batch in collate(row_batch).batches)
+        batches = LocalBatches(rows, micro_batch, prepare=bundle.prepare_batch)
+        loss = sum(model(**batch) for batch in batches.__getitems__(slots).batches)
         loss.backward()
         gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
         return loss.detach(), torch.cat(gradients)
 
-    untrimmed = row_batch._replace(lengths=None)
+    untrimmed = TokenRows(rows.data.drop_columns(["lengths"]))
     expected = loss_and_gradient(untrimmed, micro_batch=8)
     for micro_batch in (1, 2, 8):
-        actual = loss_and_gradient(row_batch, micro_batch)
+        actual = loss_and_gradient(rows, micro_batch)
         torch.testing.assert_close(actual, expected, rtol=rounding, atol=rounding)

@@ -8,16 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.data.loader import (
-    IGNORED,
-    Collate,
-    RowBatch,
-    SlotRows,
-    eval_loader,
-    fingerprint,
-    train_loader,
-)
-from llmtrain.data.samplers import Slot, slots_of
+from llmtrain.data.loader import IGNORED, LocalBatches, eval_loader, fingerprint, train_loader
+from llmtrain.data.order import GlobalBatchSampler, Slot
 from tests.data.batches import assert_same_batches, micro_batches_of, shares_of_steps
 
 SIZES = [(1, 4), (8, 8), (9, 8), (50, 7), (64, 1)]
@@ -27,11 +19,16 @@ BLOCK = 4
 @pytest.fixture(scope="module")
 def rows() -> datasets.Dataset:
     """23 rows; row i holds i*10 to i*10 + 4. The last row ends in padding."""
-    table = np.arange(23)[:, None] * 10 + np.arange(BLOCK + 1)
-    table[-1, 3:] = IGNORED
+    tokens = np.arange(23)[:, None] * 10 + np.arange(BLOCK + 1)
+    tokens[-1, 3:] = IGNORED
+    return dataset_of(tokens)
+
+
+def dataset_of(tokens: np.ndarray) -> datasets.Dataset:
+    """Return rows of plain text with some tokens."""
     column = datasets.Sequence(datasets.Value("int32"), length=BLOCK + 1)
     return datasets.Dataset.from_dict(
-        {"input_ids": table.tolist()}, datasets.Features({"input_ids": column})
+        {"input_ids": tokens.tolist()}, datasets.Features({"input_ids": column})
     )
 
 
@@ -42,9 +39,10 @@ def epoch_of(epoch: int, n: int, size: int, seed: int | None) -> list[int | None
     """Return the rows of an epoch, in the order of the slots."""
     steps_per_epoch = -(-n // size)
     first = epoch * steps_per_epoch
+    steps = range(first, first + steps_per_epoch)
     order: list[int | None] = []
-    for step in range(first, first + steps_per_epoch):
-        order += [slot.row for slot in slots_of(step, n, size, seed=seed)]
+    for slots in GlobalBatchSampler(n, size, steps, seed=seed):
+        order += [slot.row for slot in slots]
     return order
 
 
@@ -59,7 +57,7 @@ def test_an_epoch_holds_every_row_once_and_empty_slots_only_at_its_end(n, size, 
 
 
 def test_positions_count_the_slots_of_the_whole_run():
-    slots = list(chain.from_iterable(slots_of(step, 9, 8, seed=0) for step in range(7)))
+    slots = list(chain.from_iterable(GlobalBatchSampler(9, 8, range(7), seed=0)))
     assert [slot.position for slot in slots] == list(range(56))
     assert {type(slot.row) for slot in slots} == {int, type(None)}
 
@@ -139,15 +137,15 @@ def test_no_eval_batch_has_rows_of_two_sources(rows):
 
 
 def test_an_empty_slot_has_no_label_and_does_not_change_the_rows(rows):
-    stored = SlotRows(rows)
+    stored = LocalBatches(rows, micro_batch=2)
     some_empty = [Slot(5, 2), Slot(6, None), Slot(7, 0), Slot(8, None)]
     all_empty = [Slot(9, None), Slot(10, None)]
     for slots in (some_empty, all_empty, [Slot(11, 0)]):
-        row_batch = stored.__getitems__(slots)
-        assert row_batch.slots == slots
-        for slot, labels in zip(slots, row_batch.columns["labels"].tolist(), strict=True):
+        columns = stored.read(slots)
+        for slot, labels in zip(slots, columns["labels"].tolist(), strict=True):
             padding = [IGNORED] * (BLOCK + 1)
             assert labels == (padding if slot.row is None else rows[slot.row]["input_ids"])
+        assert np.array_equal(columns["input_ids"], columns["labels"].clip(0))
 
 
 def test_rows_are_read_from_tables_of_several_chunks(rows):
@@ -157,47 +155,36 @@ def test_rows_are_read_from_tables_of_several_chunks(rows):
     assert len(chunked.data.column("input_ids").chunks) == len(chunks)
 
     order = [22, 4, 5, 3, 0, 16, 17, *range(23)]
-    row_batch = SlotRows(chunked).__getitems__([Slot(i, row) for i, row in enumerate(order)])
-    assert row_batch.columns["input_ids"].tolist() == [rows[row]["input_ids"] for row in order]
+    columns = LocalBatches(chunked, 4).read([Slot(i, row) for i, row in enumerate(order)])
+    assert columns["labels"].tolist() == [rows[row]["input_ids"] for row in order]
 
 
 # --- micro-batches
-
-
-def row_batch_of(rows: list[int | None]) -> RowBatch:
-    """Row i holds i*5 + 1 to i*5 + 5; row 2 ends in padding, and an empty slot is all padding."""
-    tokens = np.full((len(rows), 5), IGNORED, np.int32)
-    for i, row in enumerate(rows):
-        if row is not None:
-            tokens[i] = 5 * row + np.arange(1, 6)
-        if row == 2:
-            tokens[i, 3:] = IGNORED
-    slots = [Slot(i, row) for i, row in enumerate(rows)]
-    return RowBatch(slots, {"input_ids": tokens, "labels": tokens})
 
 
 @pytest.mark.parametrize(
     ("count", "micro_batch", "sizes"),
     [(8, 4, [4, 4]), (8, 8, [8]), (5, 2, [2, 2, 1]), (3, 8, [3])],
 )
-def test_rows_are_divided_into_micro_batches_of_int64(count, micro_batch, sizes):
-    rows = [0, None, *range(2, count)]
-    row_batch = row_batch_of(rows)
-    local_batch = Collate(micro_batch, dropout_seed=1)(row_batch)
+def test_rows_are_divided_into_micro_batches_of_int64(rows, count, micro_batch, sizes):
+    slots = [Slot(i, row) for i, row in enumerate([0, None, *range(2, count)])]
+    batches = LocalBatches(rows, micro_batch, dropout_seed=1)
+    local_batch = batches.__getitems__(slots)
 
     assert local_batch.rows.tolist() == [0, -1, *range(2, count)]
-    assert local_batch.positions == 4 * count  # those of an empty slot are computed, too
+    assert local_batch.positions == BLOCK * count  # those of an empty slot are computed, too
     assert [len(batch["labels"]) for batch in local_batch.batches] == sizes
     labels = torch.cat([batch["labels"] for batch in local_batch.batches])
-    assert labels.tolist() == row_batch.columns["labels"].tolist()
+    assert labels.tolist() == batches.read(slots)["labels"].tolist()
     inputs = torch.cat([batch["input_ids"] for batch in local_batch.batches])
     assert inputs.equal(labels.where(labels != IGNORED, 0))
-    assert list(Collate(micro_batch)(row_batch).batches[0]) == ["input_ids", "labels"]
+    without_keys = LocalBatches(rows, micro_batch).__getitems__(slots)
+    assert list(without_keys.batches[0]) == ["input_ids", "labels"]
 
     for batch, size in zip(local_batch.batches, sizes, strict=True):
         assert list(batch) == ["input_ids", "labels", "dropout_keys"]
         assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
-        assert batch["input_ids"].shape == batch["labels"].shape == (size, 5)
+        assert batch["input_ids"].shape == batch["labels"].shape == (size, BLOCK + 1)
         assert batch["dropout_keys"].shape == (size,)
 
 
@@ -207,9 +194,8 @@ def test_rows_are_divided_into_micro_batches_of_int64(count, micro_batch, sizes)
 def dropout_keys(positions: Iterable[int], seed: int, micro_batch: int, row: int = 0) -> list[int]:
     """Return the keys of slots at some positions of the run, all with the same row."""
     slots = [Slot(position, row) for position in positions]
-    tokens = np.full((len(slots), 5), row, np.int32)
-    row_batch = RowBatch(slots, {"input_ids": tokens, "labels": tokens})
-    local_batch = Collate(micro_batch, dropout_seed=seed)(row_batch)
+    rows = dataset_of(np.ones((4, BLOCK + 1), int))
+    local_batch = LocalBatches(rows, micro_batch, dropout_seed=seed).__getitems__(slots)
     return torch.cat([batch["dropout_keys"] for batch in local_batch.batches]).tolist()
 
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmtrain.data.samplers import GlobalBatchSampler
-from llmtrain.data.shuffle import Mixture
+from llmtrain.data.order import GlobalBatchSampler, Mixture
 from llmtrain.errors import UserError
 
 WEIGHTS = [

@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy import stats
 
-from llmtrain.data import shuffle
-from llmtrain.data.shuffle import permute
+from llmtrain.data import order
+from llmtrain.data.order import permute
 from llmtrain.seeds import key_of
 
 # --- orders that never change: they are part of every run's fingerprint
@@ -130,7 +130,7 @@ def test_every_row_is_equally_likely_at_every_position(orders_of, n, count):
 
 @pytest.mark.parametrize("n", [4, 17])
 def test_the_check_of_chance_rejects_a_network_of_two_rounds(monkeypatch, n):
-    monkeypatch.setattr(shuffle, "_ROUNDS", 2)
+    monkeypatch.setattr(order, "_ROUNDS", 2)
     assert max(z_scores(feistel_orders(n, 480)).values()) > 5
 
 

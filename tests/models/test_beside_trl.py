@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import llmtrain as lt
-from llmtrain.data.loader import Collate, SlotRows
-from llmtrain.data.samplers import Slot
+from llmtrain.data.loader import LocalBatches
+from llmtrain.data.order import Slot
 from llmtrain.interfaces.batches import IGNORED, Batch
 from tests.engines import engine_of
 from tests.families import OVERRIDES
@@ -135,8 +135,8 @@ class PackedSide:
         self.reference_model = self.transformers_model()
 
         slots = [Slot(i, i) for i in range(len(rows))]
-        collate = Collate(len(rows), prepare=bundle.prepare_batch)
-        (batch,) = collate(SlotRows(rows).__getitems__(slots)).batches
+        batches = LocalBatches(rows, len(rows), prepare=bundle.prepare_batch)
+        (batch,) = batches.__getitems__(slots).batches
         log_probabilities = self.engine.call_in_forward(self.objective.reference, batch)
         self.batch: Batch = batch | {"reference": log_probabilities.detach()}
         self._move_from_reference(log_probabilities.sum())

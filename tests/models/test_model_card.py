@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import llmtrain as lt
-from llmtrain.data.loader import Collate, SlotRows
-from llmtrain.data.samplers import Slot
+from llmtrain.data.loader import LocalBatches
+from llmtrain.data.order import Slot
 from llmtrain.models.reward_card import scoring_code
 from llmtrain.parallel.placement import place
 from tests.families import OVERRIDES
@@ -65,8 +65,8 @@ def build(
 def scores_in_training(bundle: lt.ModelBundle, rows: lt.Tokenized) -> list[float]:
     """Return the scores of the two answers in the only row."""
     bundle.model.eval()
-    collate = Collate(1, prepare=bundle.prepare_batch)
-    (batch,) = collate(SlotRows(rows.train).__getitems__([Slot(0, 0)])).batches
+    batches = LocalBatches(rows.train, 1, prepare=bundle.prepare_batch)
+    (batch,) = batches.__getitems__([Slot(0, 0)]).batches
     return bundle.model(**batch, compute=bundle.objective.reference)[0, :2].tolist()
 
 

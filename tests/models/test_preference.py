@@ -21,9 +21,9 @@ from transformers import AutoModelForSequenceClassification
 from transformers.models.llama import modeling_llama
 
 import llmtrain as lt
-from llmtrain.data.loader import Collate, SlotRows
+from llmtrain.data.loader import LocalBatches
+from llmtrain.data.order import Slot
 from llmtrain.data.packing import TokenRows
-from llmtrain.data.samplers import Slot
 from llmtrain.errors import UserError
 from llmtrain.interfaces.answer_codes import answer_of, pair_of
 from llmtrain.interfaces.batches import Batch
@@ -158,8 +158,8 @@ def micro_batches(written: WrittenPairs, bundle: lt.ModelBundle, rows_each: int)
     count = len(written.rows)
     slots = [Slot(i, i) for i in range(count)]
     slots += [Slot(i, None) for i in range(count, 4 * math.ceil(count / 4))]
-    collate = Collate(rows_each, prepare=bundle.prepare_batch)
-    return collate(SlotRows(written.rows).__getitems__(slots)).batches
+    batches = LocalBatches(written.rows, rows_each, prepare=bundle.prepare_batch)
+    return batches.__getitems__(slots).batches
 
 
 def answer_values(written: WrittenPairs, bundle: lt.ModelBundle, rows_each: int = 2) -> Tensor:

@@ -18,17 +18,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
 import gpt
 
-from llmtrain.data import loader, samplers
+from llmtrain.data import order
 from llmtrain.data.corpus import EncodedCorpus
+from llmtrain.data.loader import LocalBatches
 from llmtrain.models import gpt as gpt_model
 from llmtrain.parallel.engine import Engine
-from llmtrain.training import start
 from llmtrain.training.learning_rates import LearningRates
 from tests.system import controls
 
 clip_grad_norm = Engine.clip_grad_norm
 rates_after = LearningRates.after
 init_corpus = EncodedCorpus.__init__
+read_columns = LocalBatches.read
 
 
 def reverse_order(positions: Any, n: int, key: int) -> Any:
@@ -55,30 +56,20 @@ def repeat_first_tokens(corpus: EncodedCorpus, *arguments: Any) -> None:
     corpus._before = np.repeat(corpus._before, 2)
 
 
-class MaskingCollate(loader.Collate):
-    """Ignores the labels in the first half of each row."""
-
-    def __call__(self, read: Any) -> Any:
-        labels = read.columns["labels"].copy()
-        labels[:, : labels.shape[1] // 2] = -100
-        return super().__call__(read._replace(columns={**read.columns, "labels": labels}))
-
-
-def loader_with_masked_labels(*arguments: Any, **settings: Any) -> Any:
-    batches = loader.train_loader(*arguments, **settings)
-    collate = MaskingCollate(batches.collate_fn.micro_batch)
-    return torch.utils.data.DataLoader(
-        batches.dataset, batch_sampler=batches.batch_sampler, collate_fn=collate
-    )
+def read_with_masked_labels(batches: LocalBatches, slots: Any) -> Any:
+    """Ignore the labels in the first half of each row."""
+    columns = read_columns(batches, slots)
+    columns["labels"][:, : columns["labels"].shape[1] // 2] = -100
+    return columns
 
 
 # The replaced attribute of each bug, and its replacement.
 BUGS: dict[str, tuple[Any, str, Any]] = {
-    "another order": (samplers, "permute", reverse_order),
+    "another order": (order, "permute", reverse_order),
     "a mean of means": (Engine, "forward_backward", controls.mean_of_means),
     "unshifted labels": (gpt_model, "targets_of", unshifted_targets),
     "a token twice": (EncodedCorpus, "__init__", repeat_first_tokens),
-    "masked labels": (start, "train_loader", loader_with_masked_labels),
+    "masked labels": (LocalBatches, "read", read_with_masked_labels),
     "a schedule one late": (LearningRates, "after", rates_one_step_late),
     "no clipping": (Engine, "clip_grad_norm", clip_nothing),
 }
@@ -88,7 +79,6 @@ def main() -> None:
     for run in json.loads(Path(sys.argv[1]).read_text()):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        samplers._rows_of_chunk.cache_clear()
         os.environ["LLMTRAIN_CACHE"] = run["cache"]
 
         planting = contextlib.nullcontext()

@@ -89,18 +89,18 @@ def main(argv: list[str] | None = None) -> object:
 
 def hang_in_data_loading() -> None:
     """Let the eighth batch never come."""
-    from llmtrain.data.loader import Collate
+    from llmtrain.data.loader import LocalBatches
 
-    collate = Collate.__call__
+    read = LocalBatches.__getitems__
     calls = []
 
-    def collate_or_hang(self: Collate, read: object) -> object:
+    def read_or_hang(self: LocalBatches, slots: list) -> object:
         calls.append(1)
         if len(calls) == 8:
             time.sleep(600)
-        return collate(self, read)
+        return read(self, slots)
 
-    Collate.__call__ = collate_or_hang
+    LocalBatches.__getitems__ = read_or_hang
 
 
 def break_compiler() -> None:

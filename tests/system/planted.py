@@ -18,7 +18,8 @@ import gpt
 import preference
 
 from llmtrain import launch
-from llmtrain.data.loader import Collate, RowBatch
+from llmtrain.data.loader import LocalBatches
+from llmtrain.data.order import Slot
 from llmtrain.interfaces.answer_codes import is_second
 from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.objective import LossSums, StepTotals
@@ -28,7 +29,7 @@ from tests.system import controls
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-HONEST_COLLATE = Collate.__call__
+READ = LocalBatches.__getitems__
 
 
 def sync_in_every_micro_batch(
@@ -42,17 +43,17 @@ def sync_in_every_micro_batch(
     return LossSums(total)
 
 
-def rows_of_first_step(collate: Collate, read: RowBatch) -> LocalBatch:
+def rows_of_first_step(batches: LocalBatches, slots: list[Slot]) -> LocalBatch:
     """Every rank except the first reads the rows again that it has read in its first step."""
-    first = collate.first = getattr(collate, "first", read)  # type: ignore[attr-defined]
-    if RANK and len(read.slots) == len(first.slots):
-        read = first
-    return HONEST_COLLATE(collate, read)
+    first = batches.first = getattr(batches, "first", slots)  # type: ignore[attr-defined]
+    if RANK and len(slots) == len(first):
+        slots = first
+    return READ(batches, slots)
 
 
-def divided_pairs(collate: Collate, read: RowBatch) -> LocalBatch:
+def divided_pairs(batches: LocalBatches, slots: list[Slot]) -> LocalBatch:
     """The first rank has the chosen answers of the rows, the second the rejected ones."""
-    local_batch = HONEST_COLLATE(collate, read)
+    local_batch = READ(batches, slots)
     if WORLD > 1:
         columns = local_batch.columns
         columns["labels"][is_second(columns["answers"]) != RANK] = -100
@@ -77,11 +78,11 @@ PLANT: dict[str, tuple[Any, str, Any]] = {
     "a missing sync": (Engine, "forward_backward", controls.never_synced),
     "a sync in every micro-batch": (Engine, "forward_backward", sync_in_every_micro_batch),
     "unshifted token counts": (Engine, "count", controls.unshifted_count),
-    "a rank reading another's rows": (Collate, "__call__", rows_of_first_step),
+    "a rank reading another's rows": (LocalBatches, "__getitems__", rows_of_first_step),
     "buckets that are not settled": (ReplicatedEngine, "rebuild_buckets", rebuild_nothing),
 }
 OF_PAIRS: dict[str, tuple[Any, str, Any]] = {
-    "a pair split over two processes": (Collate, "__call__", divided_pairs),
+    "a pair split over two processes": (LocalBatches, "__getitems__", divided_pairs),
     "a baseline of each process": (Engine, "sum_over_batches", sum_over_own_batches),
 }
 

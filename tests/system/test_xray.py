@@ -177,15 +177,15 @@ import os, sys, time
 sys.path.insert(0, "recipes")
 import gpt
 from llmtrain import launch
-from llmtrain.data.loader import Collate
+from llmtrain.data.loader import LocalBatches
 
-collate = Collate.__call__
+read = LocalBatches.__getitems__
 
-def slow_collate(self, read):
+def read_slowly(self, slots):
     time.sleep(0.8 * int(os.environ["RANK"]))
-    return collate(self, read)
+    return read(self, slots)
 
-Collate.__call__ = slow_collate
+LocalBatches.__getitems__ = read_slowly
 if __name__ == "__main__":
     launch(gpt.main)
 """

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from llmtrain.config.command_line import parse
 from llmtrain.data.config import DataConfig
-from llmtrain.data.shuffle import Mixture
+from llmtrain.data.order import Mixture
 from llmtrain.errors import UserError
 from llmtrain.training.layout import Layout
 from llmtrain.training.settings import OptimConfig, Settings

@@ -1,0 +1,319 @@
+"""Choose the rows of each step.
+
+A slot is a position in the global batch. The row in slot ``j`` of step ``s`` depends only on (seed,
+s, j). A sampler yields complete global batches, and knows neither ranks nor micro-batches. So the
+parallel layout decides which rank computes a row, but never which rows a step holds.
+
+The order of an epoch is a keyed bijection of ``range(n)`` instead of a shuffled list. So looking up
+the row at position ``p`` of epoch ``e`` takes the same time for any ``p``, needs no memory, and
+gives the same row on every machine.
+"""
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from math import lcm
+from typing import NamedTuple
+
+import numpy as np
+
+from llmtrain.errors import UserError
+from llmtrain.seeds import key_of, mix
+
+# Half of the bits that the smallest permutation works on: 2**3 values for each half, because with
+# fewer the key would choose among too few permutations.
+_MIN_HALF_BITS = 3
+_ROUNDS = 8
+_U64 = np.uint64
+# The largest number of positions after which a mixture repeats. Weights are exact to a thousandth.
+_MAX_PERIOD = 1000
+# The order of several steps is computed at once, which takes numpy no longer than one step.
+_POSITIONS_PER_BLOCK = 4096
+# The number of batches among which rows are grouped by length. More of them make the lengths in a
+# batch more alike, and the batches of a small data set more similar from epoch to epoch.
+BATCHES_PER_MEGABATCH = 50
+
+
+class Slot(NamedTuple):
+    """A position in a global batch.
+
+    Attributes:
+        position: its number in the run: ``step * global_batch_size + j``.
+        row: the number of its row. ``None`` after the end of an epoch: the slot is then padding,
+            which has weight zero.
+        source: in an evaluation, the number of the source whose rows the batch has.
+    """
+
+    position: int
+    row: int | None
+    source: int = 0
+
+
+def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
+    """Return the rows at some positions of a permutation of ``range(n)``.
+
+    A balanced Feistel network (Luby & Rackoff 1988) permutes the integers below the next power of
+    four. A result outside ``range(n)`` goes through the network again until it is inside (cycle
+    walking: Black & Rogaway 2002, CT-RSA), so the function stays a bijection.
+
+    Args:
+        positions: integers in ``range(n)``, any shape.
+        n: the number of rows.
+        key: chooses the permutation.
+
+    Returns:
+        int64, the same shape.
+    """
+    half_bits = max(_MIN_HALF_BITS, ((n - 1).bit_length() + 1) // 2)
+    shift = _U64(half_bits)
+    mask = _U64((1 << half_bits) - 1)
+    round_keys = [_U64(key_of(key, i)) for i in range(_ROUNDS)]
+
+    def feistel(x: np.ndarray) -> np.ndarray:
+        left = x >> shift
+        right = x & mask
+        for round_key in round_keys:
+            mixed = mix(right ^ round_key) & mask
+            left, right = right, left ^ mixed
+        x = (left << shift) | right
+        return x
+
+    with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
+        rows = feistel(np.atleast_1d(positions).astype(_U64))
+        outside = rows >= n
+        while outside.any():
+            rows[outside] = feistel(rows[outside])
+            outside = rows >= n
+    return rows.astype(np.int64).reshape(np.shape(positions))
+
+
+class Mixture:
+    """Assigns each position of a run to one of several sources, in proportion to their weights.
+
+    Each position goes to the source that is furthest behind its share (error diffusion). So every
+    stretch of the run has the right proportions, to a row or two.
+
+    The assignment repeats. Its period is the common denominator of the shares, or ``_MAX_PERIOD``
+    if that is smaller. So the source and the row of a position follow from the position alone, on
+    any parallel layout, and nothing before it has to be computed.
+
+    Args:
+        sizes: the number of rows of each source. The rows of all sources are numbered through.
+        weights: the weight of each source. Their sum does not matter.
+
+    Attributes:
+        first_row: the number of each source's first row.
+        counts: how many positions of a period each source has.
+        source_at: int64 [period], the source of each position.
+        rows_before: int64 [period], how many earlier positions of the period have the same source.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float]) -> None:
+        self.sizes = sizes
+        self.first_row = np.cumsum([0, *sizes])
+        self.counts = counts_per_period(weights)
+        period = sum(self.counts)
+        self.source_at = np.zeros(period, np.int64)
+        self.rows_before = np.zeros(period, np.int64)
+
+        counts = np.array(self.counts)
+        rows_so_far = np.zeros(len(counts), np.int64)
+        for position in range(period):
+            # How far each source is behind its share, times the period.
+            deficits = counts * (position + 1) - rows_so_far * period
+            source = np.argmax(deficits)
+            self.source_at[position] = source
+            self.rows_before[position] = rows_so_far[source]
+            rows_so_far[source] += 1
+
+    def rows_at(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        """Return the rows at some positions of the run, int64 [n]; ``positions`` is int64 [n].
+
+        Each source has its own epochs and, by the seed, its own order.
+        """
+        periods, positions_in_period = np.divmod(positions, len(self.source_at))
+        rows = np.empty(len(positions), np.int64)
+        for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
+            is_source = self.source_at[positions_in_period] == source
+            # How many rows of this source come before each position of the run.
+            rows_before_in_period = self.rows_before[positions_in_period[is_source]]
+            rows_before = periods[is_source] * count + rows_before_in_period
+            epochs, positions_in_epoch = np.divmod(rows_before, size)
+
+            rows_of_source = np.empty(len(rows_before), np.int64)
+            for epoch in np.unique(epochs).tolist():
+                is_epoch = epochs == epoch
+                key = key_of(seed, epoch, source + 1)
+                rows_of_source[is_epoch] = permute(positions_in_epoch[is_epoch], size, key)
+            rows[is_source] = self.first_row[source] + rows_of_source
+        return rows
+
+
+def counts_per_period(weights: Sequence[float]) -> list[int]:
+    """Return how many positions of one period of a mixture each source has.
+
+    Raises:
+        UserError: if a source would have none.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    shares = [weight / sum(exact) for weight in exact]
+    if min(shares) < Fraction(1, _MAX_PERIOD):
+        raise UserError(
+            f"--mixture {' '.join(map(str, weights))}: a data set has a share below one in "
+            f"{_MAX_PERIOD}, which is too small; give it a larger number, or leave it out."
+        )
+
+    period = min(lcm(*(share.denominator for share in shares)), _MAX_PERIOD)
+    counts = [int(share * period) for share in shares]
+    # The positions that rounding down has left over go to the sources that lost most by it.
+    by_remainder = sorted(range(len(counts)), key=lambda i: counts[i] - shares[i] * period)
+    for i in by_remainder[: period - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+class GlobalBatchSampler:
+    """Yields the global batch of every step in ``steps``.
+
+    An epoch is ``ceil(n / global_batch_size)`` steps. Its last batch is filled up with empty slots.
+    With a mixture, each source has its own epochs, which may end inside a batch, and no slot is
+    empty.
+
+    Args:
+        n: the number of rows.
+        global_batch_size: the number of slots.
+        steps: the numbers of the steps, from 0.
+        seed: chooses the order; ``None`` keeps the stored order.
+        mixture: assigns positions of the run to sources. It needs a seed.
+        lengths: int [n], the number of tokens in each unpacked row. With a seed, the rows of 50
+            batches, a megabatch, are sorted by length, cut into batches, and these are drawn in a
+            random order. The last megabatch of an epoch may have fewer batches.
+    """
+
+    drop_last = False  # Accelerate reads it
+
+    def __init__(
+        self,
+        n: int,
+        global_batch_size: int,
+        steps: range,
+        seed: int | None,
+        mixture: Mixture | None = None,
+        lengths: np.ndarray | None = None,
+    ) -> None:
+        assert mixture is None or seed is not None, "a mixture is drawn at random, by a seed"
+        self.n = n
+        self.batch_size = global_batch_size
+        self.steps = steps
+        self.seed = seed
+        self.mixture = mixture
+        self.lengths = lengths
+        # Batches are computed for a block of consecutive steps, and the last block is kept.
+        self._steps_per_block = max(_POSITIONS_PER_BLOCK // global_batch_size, 1)
+        if lengths is not None:
+            self._steps_per_block = BATCHES_PER_MEGABATCH
+        self._block: tuple[int, int] | None = None
+        self._batches: list[np.ndarray] = []
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[list[Slot]]:
+        for step in self.steps:
+            yield self.slots_of(step)
+
+    def slots_of(self, step: int) -> list[Slot]:
+        """Return the global batch of a step."""
+        epoch = 0
+        step_of_epoch = step
+        if self.mixture is None:
+            steps_per_epoch = -(-self.n // self.batch_size)
+            epoch, step_of_epoch = divmod(step, steps_per_epoch)
+
+        block, step_of_block = divmod(step_of_epoch, self._steps_per_block)
+        if self._block != (epoch, block):
+            self._batches = self._batches_of(epoch, block)
+            self._block = (epoch, block)
+        rows: list[int | None] = self._batches[step_of_block].tolist()
+
+        padding = [None] * (self.batch_size - len(rows))
+        first_position = step * self.batch_size
+        return [Slot(first_position + j, row) for j, row in enumerate([*rows, *padding])]
+
+    def _batches_of(self, epoch: int, block: int) -> list[np.ndarray]:
+        """Return the rows of each step of a block; fewer than a batch at the end of an epoch."""
+        size = self._steps_per_block * self.batch_size
+        positions = np.arange(block * size, (block + 1) * size)
+        if self.mixture is None:
+            positions = positions[positions < self.n]
+        full_batches = np.arange(self.batch_size, len(positions), self.batch_size)
+        if self.seed is None:
+            return np.split(positions, full_batches)
+
+        if self.mixture is not None:
+            rows = self.mixture.rows_at(positions, self.seed)
+        else:
+            rows = permute(positions, self.n, key_of(self.seed, epoch))
+        if self.lengths is None:
+            return np.split(rows, full_batches)
+
+        # The key of four numbers differs from all keys of orders of rows, which have two or three.
+        key = key_of(self.seed, epoch, block, len(full_batches) + 1)
+        ascending = rows[np.argsort(self.lengths[rows], kind="stable")]
+        return _drawn_batches(ascending, self.batch_size, key)
+
+
+def _drawn_batches(ascending: np.ndarray, batch_size: int, key: int) -> list[np.ndarray]:
+    """Cut rows into batches, so that those of a micro-batch need little padding.
+
+    Args:
+        ascending: the rows of a megabatch, sorted by length.
+        batch_size: the number of rows in a batch. One batch may have fewer.
+        key: chooses the order of the batches.
+    """
+    count = -(-len(ascending) // batch_size)
+    drawn = permute(np.arange(count), count, key)
+
+    # The batch that is drawn last has the rest of the rows. It is a random one: if it were always
+    # cut from an end of the sorted rows, the last step of every epoch would have the shortest or
+    # the longest rows.
+    sizes = np.full(count, batch_size)
+    sizes[drawn[-1]] = len(ascending) - (count - 1) * batch_size
+    batches = np.split(ascending, np.cumsum(sizes)[:-1])
+
+    # Every other batch is in descending order, so that no rank always has the longer rows.
+    return [
+        batches[number] if number % 2 == 0 else batches[number][::-1] for number in drawn.tolist()
+    ]
+
+
+class EvalSampler:
+    """Yields every row once, in the stored order. No batch has rows of two sources.
+
+    The position of a slot is the number of its row. Empty slots after the last row of a source
+    count on from there, so the next source has the same positions again. Nothing depends on that:
+    positions are for dropout, and an evaluation has none.
+
+    Args:
+        source_rows: the number of rows of each source.
+        batch_size: the number of slots in a batch.
+    """
+
+    drop_last = False  # Accelerate reads it
+
+    def __init__(self, source_rows: Sequence[int], batch_size: int) -> None:
+        self.source_rows = source_rows
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return sum(-(-rows // self.batch_size) for rows in self.source_rows)
+
+    def __iter__(self) -> Iterator[list[Slot]]:
+        first = 0
+        for source, rows in enumerate(self.source_rows):
+            end = first + rows
+            for start in range(first, end, self.batch_size):
+                yield [
+                    Slot(position, row=position if position < end else None, source=source)
+                    for position in range(start, start + self.batch_size)
+                ]
+            first = end
