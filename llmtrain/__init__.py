@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.data.config import ChatConfig as ChatConfig
     from llmtrain.data.config import DataConfig as DataConfig
     from llmtrain.data.config import PairConfig as PairConfig
-    from llmtrain.data.prepare import tokenize as tokenize
     from llmtrain.data.tokenized import Tokenized as Tokenized
     from llmtrain.errors import UserError as UserError
     from llmtrain.interfaces.callback import Callback as Callback
@@ -42,11 +41,11 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.record.resume import newest_model as newest_model
     from llmtrain.training.fit import fit as fit
     from llmtrain.training.loop import train as train
-    from llmtrain.training.model_rows import tokenize_for_model as tokenize_for_model
     from llmtrain.training.muon import Muon as Muon
     from llmtrain.training.opening import open_run as open_run
     from llmtrain.training.optim import MuonWithAdamW as MuonWithAdamW
     from llmtrain.training.optim import make_optimizer as make_optimizer
+    from llmtrain.training.rows import tokenize as tokenize
     from llmtrain.training.settings import EvalConfig as EvalConfig
     from llmtrain.training.settings import LogConfig as LogConfig
     from llmtrain.training.settings import OptimConfig as OptimConfig
@@ -66,7 +65,6 @@ _MODULES = {
     "ChatConfig": "llmtrain.data.config",
     "DataConfig": "llmtrain.data.config",
     "PairConfig": "llmtrain.data.config",
-    "tokenize": "llmtrain.data.prepare",
     "Tokenized": "llmtrain.data.tokenized",
     "UserError": "llmtrain.errors",
     "Callback": "llmtrain.interfaces.callback",
@@ -92,11 +90,11 @@ _MODULES = {
     "newest_model": "llmtrain.record.resume",
     "fit": "llmtrain.training.fit",
     "train": "llmtrain.training.loop",
-    "tokenize_for_model": "llmtrain.training.model_rows",
     "Muon": "llmtrain.training.muon",
     "open_run": "llmtrain.training.opening",
     "MuonWithAdamW": "llmtrain.training.optim",
     "make_optimizer": "llmtrain.training.optim",
+    "tokenize": "llmtrain.training.rows",
     "EvalConfig": "llmtrain.training.settings",
     "LogConfig": "llmtrain.training.settings",
     "OptimConfig": "llmtrain.training.settings",

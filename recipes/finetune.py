@@ -52,7 +52,7 @@ def tokenized(settings: Settings) -> lt.Tokenized:
             "default for a pretrained model",
         )
     settings.default_epochs(3.0)
-    return lt.tokenize_for_model(settings.data, settings.model, settings.chat)
+    return lt.tokenize(settings.data, chat=settings.chat, model=settings.model)
 
 
 def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:

@@ -59,7 +59,12 @@ def tokenized(settings: Settings) -> lt.Tokenized:
         model.model_name_or_path = lt.newest_model(
             settings.run.output_dir, "python recipes/finetune.py"
         )
-    return lt.tokenize_for_model(settings.data, model, settings.chat, settings.preference)
+    return lt.tokenize(
+        settings.data,
+        chat=settings.chat,
+        model=model,
+        preference=settings.preference,
+    )
 
 
 def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmtrain.data.config import DataConfig
-from llmtrain.data.prepare import tokenize
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.redaction import redacted
 from llmtrain.training import opening
 from llmtrain.training.opening import open_run
+from llmtrain.training.rows import tokenize
 from llmtrain.training.settings import RunConfig, Settings
 from tests.engines import finish
 from tests.forked import run_forked

@@ -79,7 +79,7 @@ def _evaluate(arguments: argparse.Namespace) -> dict[str, float]:
     length = arguments.max_length or settings.get("max_length") or settings.get("block_size")
     if length:
         model_config.set(max_length=length)
-    rows = lt.tokenize_for_model(data, model_config, chat)
+    rows = lt.tokenize(data, chat=chat, model=model_config)
     assert rows.eval is not None, "or it would have been an error"
     if rows.new_tokens and not model_config.continue_adapter:
         raise UserError(f"{name} has no chat template; evaluate text, or another model.")

@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from llmtrain.config.flag_syntax import Flag
 from llmtrain.console import say
@@ -81,6 +81,12 @@ class Config:
         changed.origins = {**self.origins, **dict.fromkeys(values, "program")}
         changed.check_given()
         vars(self).update(vars(changed))
+
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """Return a copy with those of some values whose names are flags of this section."""
+        config = copy.copy(self)
+        vars(config).update({name: values[name] for name in flags_of(self) if name in values})
+        return config
 
     def set_default(self, name: str, value: Any, why: str) -> None:
         """Set a flag to ``value`` and log it, unless somebody set the flag.

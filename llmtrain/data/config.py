@@ -1,15 +1,13 @@
 """Settings of the data set, the global batch, chat data and preference data."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
-from llmtrain.config.flags import Config, flag, require_at_least, require_at_most
+from llmtrain.config.flags import Config, flag, flags_of, require_at_least, require_at_most
 from llmtrain.data.formats import ConversationFormat, parse_columns
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
-from llmtrain.interfaces.packing_support import PackingSupport
 from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import tokenizer_folder
 
@@ -60,18 +58,6 @@ class BatchConfig(Config):
                 rows,
                 f"at most {_MICRO_BATCH_TOKENS:,} tokens in a micro-batch",
             )
-
-    def take_names(self, names: Sequence[str]) -> None:
-        """Name the data sets of the rows, if the recipe has made rows of its own.
-
-        Args:
-            names: the names; empty if ``dataset`` has them.
-        """
-
-    @property
-    def proportions(self) -> list[float]:
-        """The sampling weight of each data set; empty to draw every row once per epoch."""
-        return []
 
 
 @dataclass
@@ -163,12 +149,14 @@ class DataConfig(BatchConfig):
             )
         if self.max_train_samples is not None:
             require_at_least(self, 1, "max_train_samples")
-        if self.tokenizer == "":
-            raise UserError(
-                "--tokenizer is empty: use char, byte, bpe:N, or a tokenizer's folder or hub name."
-            )
+        for name in flags_of(self):
+            value = getattr(self, name)
+            # A variable of a shell script may be empty.
+            if value == "" or (isinstance(value, list) and "" in value):
+                raise UserError(f"--{name} is empty: give it a value, or leave it out.")
         if self.tokenizer is not None:
             self.tokenizer = tokenizer_folder(self.tokenizer)
+
         for suffix in self.text_suffixes:
             if not re.fullmatch(r"\.[^./*]+", suffix):
                 raise UserError(
@@ -176,18 +164,8 @@ class DataConfig(BatchConfig):
                     "on, such as .py."
                 )
         self.text_suffixes = [suffix.lower() for suffix in self.text_suffixes]
-        if not all(self.dataset):
-            raise UserError("--dataset is empty: name a file, a folder or builtin:python-docs.")
-        if not all(self.eval_dataset):
-            raise UserError("--eval_dataset is empty: name a file, a folder or a hub data set.")
-        for name in ("dataset_train_split", "dataset_test_split"):
-            if getattr(self, name) == "":
-                raise UserError(f"--{name} is empty: name a split of the data set, such as test.")
         parse_columns(self.columns)  # so that a wrong word is reported now
-        self._check_mixture()
 
-    def _check_mixture(self) -> None:
-        """Raise :class:`UserError` if ``--mixture`` does not fit the data sets."""
         if self.mixture and len(self.mixture) != len(self.dataset):
             raise UserError(
                 f"--mixture has {len(self.mixture)} numbers for {len(self.dataset)} data sets; "
@@ -198,14 +176,6 @@ class DataConfig(BatchConfig):
                 raise UserError(
                     f"--mixture {weight} is out of range: every number must be above 0."
                 )
-
-    def take_names(self, names: Sequence[str]) -> None:
-        if names:
-            self.dataset = [*names]
-
-    @property
-    def proportions(self) -> list[float]:
-        return self.mixture
 
     @property
     def column_names(self) -> dict[str, str]:
@@ -224,7 +194,6 @@ class RowConfig(Config):
 
     group: ClassVar[str] = "conversations"
     affects: ClassVar[str] = "data"
-    examples: ClassVar[str] = "conversations"  # the name of its records in messages
 
     chat_template: str | None = flag(
         None,
@@ -259,8 +228,6 @@ class RowConfig(Config):
     )
 
     def __post_init__(self) -> None:
-        # Why rows are not packed, for the log of the data. It is no field, so it is no flag.
-        self.packing_notes: list[str] = []
         if self.dataset_num_proc is not None:
             require_at_least(self, 1, "dataset_num_proc")
 
@@ -274,35 +241,17 @@ class RowConfig(Config):
         """Whether a row may hold several conversations or pairs."""
         return self.packing is not False
 
-    def resolve_packing(self, support: PackingSupport | None) -> None:
-        """Set ``--packing`` to what the model can do, unless the user set it.
-
-        Call it before :func:`llmtrain.tokenize`, which logs why conversations are not packed.
-
-        Args:
-            support: what :func:`llmtrain.packing_support` returned.
-        """
-        if support is None or self.packing is not None:
-            return
-
-        self.packing = support.packs
-        if support.problem:
-            self.packing_notes.append(
-                f"{self.examples} are not packed: it is not known whether {support.class_name} "
-                f"keeps packed documents apart, because {support.problem} (--packing packs them)"
-            )
-        elif not support.packs:
-            self.packing_notes.append(
-                f"{self.examples} are not packed: {support.class_name} lets the documents of a "
-                "packed row see each other"
-            )
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether two answers follow one copy of their prompt."""
+        return False
 
     def fingerprint(self) -> JsonObject:
         """Return everything that the rows depend on, except the text of the template."""
         flags = asdict(self)
         del flags["chat_template"]  # a path, whose file may change, or be moved
         del flags["dataset_num_proc"]  # the rows are the same from any number of processes
-        return {**flags, "packing": self.is_packed}
+        return {**flags, "packing": self.is_packed, "share_prompts": self.shares_prompts}
 
 
 @dataclass
@@ -325,8 +274,6 @@ class ChatConfig(RowConfig):
 class PairConfig(RowConfig):
     """How preference data becomes rows. Each field is a flag."""
 
-    examples: ClassVar[str] = "pairs"
-
     share_prompts: bool | None = flag(
         None,
         "store the prompt of a pair once for both answers; --no_share_prompts stores it for each, "
@@ -339,24 +286,3 @@ class PairConfig(RowConfig):
     def shares_prompts(self) -> bool:
         """Whether two answers follow one copy of their prompt."""
         return self.is_packed and self.share_prompts is not False
-
-    def resolve_packing(self, support: PackingSupport | None) -> None:
-        """Set ``--packing`` and ``--share_prompts`` to what the model can do; see ``RowConfig``."""
-        super().resolve_packing(support)
-        if support is None or self.share_prompts is not None or not self.is_packed:
-            return
-
-        self.share_prompts = support.shares_prompts
-        if support.shares_prompts:
-            return
-        reason = f"{support.class_name} cannot share it between two answers"
-        if support.problem:
-            reason = (
-                f"it is not known whether {support.class_name} can share it between two "
-                f"answers, because {support.problem} (--share_prompts shares it)"
-            )
-        self.packing_notes.append(f"each answer has its own copy of the prompt: {reason}")
-
-    def fingerprint(self) -> JsonObject:
-        """Return everything that the rows depend on, except the text of the template."""
-        return {**super().fingerprint(), "share_prompts": self.shares_prompts}

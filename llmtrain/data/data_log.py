@@ -8,10 +8,9 @@ import numpy as np
 from llmtrain.console import is_or_are, pluralize, say
 from llmtrain.data.audit import COVERED_SHARE, Audit
 from llmtrain.data.chat_template import DEFAULT_TEMPLATE
-from llmtrain.data.metadata import DataMetadata
 from llmtrain.data.readers import Source
 from llmtrain.data.request import DataRequest
-from llmtrain.data.tokenized import Tokenized, short_names
+from llmtrain.data.tokenized import DataMetadata, Tokenized, short_names
 
 # How the names of eval splits begin, such as "test_sft" and "validation".
 _EVAL_SPLITS = ("test", "val", "eval", "dev")
@@ -50,12 +49,13 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
             say("eval", eval_audit.left_out())
     _describe_shares(rows, [source.name for source in request.train])
 
-    if request.has_eval_sources and request.train:
-        split = "" if request.eval_split is None else f"split {request.eval_split} of "
+    if request.config.has_own_eval_data and request.train:
+        is_split = not request.config.eval_dataset
+        split = f"split {request.config.dataset_test_split} of " if is_split else ""
         say("eval", f"the eval data are {split}{' '.join(rows.eval_names)}")
     elif not is_cached:
         _describe_unread_splits(request.train)
-    if request.tokenizer.has_default_template:
+    if request.has_default_template:
         say("default", f"--chat_template {DEFAULT_TEMPLATE} (the tokenizer has no chat template)")
     assert rows.tokenizer is not None, "these rows were made with one"
     if request.chat is not None and rows.tokenizer.chat_template is None:
@@ -90,7 +90,7 @@ def _describe_unread_splits(sources: Sequence[Source]) -> None:
 def _describe_task(request: DataRequest, metadata: DataMetadata) -> None:
     """Print what is trained, and how many conversations or pairs are left out and why."""
     if request.chat is not None:
-        for note in request.chat.packing_notes:
+        for note in request.notes:
             say("packing", note)
     if not metadata.audit:
         say("task", "continued pretraining: the training records are text, not conversations")

@@ -109,6 +109,7 @@ class Mixture:
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float]) -> None:
         self.sizes = sizes
+        self.weights = [*weights]
         self.first_row = np.cumsum([0, *sizes])
         self.counts = counts_per_period(weights)
         period = sum(self.counts)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -18,21 +18,19 @@ from llmtrain.console import note
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.audit import SplitStats, covering_length, total_audit
 from llmtrain.data.chat_template import REASONING_OPTION, set_template
-from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.corpus import EncodedCorpus
 from llmtrain.data.data_log import describe
 from llmtrain.data.examples import EncodedConversations, EncodedSource
 from llmtrain.data.formats import conversation_of, preference_of
-from llmtrain.data.metadata import DataMetadata, metadata_of
 from llmtrain.data.order import Mixture
 from llmtrain.data.packing import TokenRows
 from llmtrain.data.pairs import EncodedPairs
 from llmtrain.data.records import Documents, Records, text_of
 from llmtrain.data.render import AnyRenderer, make_renderer
-from llmtrain.data.request import DataRequest, make_request
+from llmtrain.data.request import DataRequest
 from llmtrain.data.requested_sources import RequestedSource
-from llmtrain.data.sources import PythonRecords, records_source
-from llmtrain.data.tokenized import Tokenized
+from llmtrain.data.tokenized import DataMetadata, Tokenized, metadata_of
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import (
     cache_folder,
@@ -47,51 +45,12 @@ from llmtrain.locks import file_lock
 from llmtrain.once_per_machine import once_per_machine
 
 
-def tokenize(
-    config: DataConfig,
-    max_length: int | Literal["auto"],
-    chat: RowConfig | None = None,
-    trust_remote_code: bool = False,
-    records: PythonRecords | None = None,
-    unpaired: bool = False,
-    max_positions: int | None = None,
-    records_fingerprint: str | None = None,
-) -> Tokenized:
-    """Return the rows of a data set, from the cache if they were made before.
-
-    Every process calls this before the process group exists. One of them makes the rows, while the
-    others wait for its lock. If anything fails, the cache stays as it was.
-
-    Args:
-        config: the data sets and the tokenizer. ``dataset`` may be empty if there is eval data.
-        max_length: the length of the rows. A row of text or conversations holds one token more,
-            because its last token predicts nothing. A row of preference data holds twice as many,
-            for two answers with their prompts. ``auto`` chooses a length that holds 99.5 % of the
-            examples. ``metadata.block_size`` of the result is the length.
-        chat: how conversations become rows. With a :class:`PairConfig` the records are preference
-            data. ``None``: the records are plain text.
-        trust_remote_code: run code that comes with the tokenizer.
-        records: the records of a recipe that has its own data: a ``datasets.Dataset``, a list of
-            texts or of dictionaries of fields, or a function that yields them, always the same
-            records in the same order. Then ``config.dataset`` is not read.
-        unpaired: the loss takes single answers with a label, not only pairs.
-        max_positions: the number of positions of the model, which ``auto`` does not exceed.
-        records_fingerprint: a name of your choice for the content of ``records``, such as "v3".
-            Change it whenever the records change. Without it, one process on each machine reads
-            all records at each start, to notice that they have changed.
+def cached_rows(request: DataRequest) -> Tokenized:
+    """Return the rows that a recipe asks for, from the cache if they were made before.
 
     Raises:
-        UserError: if the data, the tokenizer or the flags are wrong.
+        UserError: if the records are wrong, or if the cache cannot be written.
     """
-    request = make_request(
-        config,
-        max_length,
-        chat=chat,
-        trust_remote_code=trust_remote_code,
-        own_source=None if records is None else records_source(records, records_fingerprint),
-        unpaired=unpaired,
-        max_positions=max_positions,
-    )
     folder = cache_folder() / request.digest
     rows = None
     with contextlib.suppress(OSError):
@@ -148,16 +107,16 @@ def _open(folder: Path, request: DataRequest) -> Tokenized:
     """Return the rows of a cache entry for a request; see :func:`open_entry`."""
     rows = open_entry(folder)
     metadata = rows.metadata
+    mixture = request.config.mixture
     return dataclasses.replace(
         rows,
         # The cache entry may have been made from other files with the same content.
-        metadata=dataclasses.replace(
-            metadata, dataset=request.dataset, tokenizer=request.tokenizer.spec
-        ),
-        mixture=Mixture(metadata.source_rows, request.mixture) if request.mixture else None,
-        new_tokens=[*request.tokenizer.new_tokens],
-        train_names=[source.name for source in request.train],
+        metadata=dataclasses.replace(metadata, dataset=request.dataset, tokenizer=request.spec),
+        mixture=Mixture(metadata.source_rows, mixture) if mixture else None,
+        new_tokens=[*request.new_tokens],
         eval_names=[source.name for source in request.eval],
+        decided=request.decided,
+        notes=request.notes,
     )
 
 
@@ -198,9 +157,9 @@ def _make(folder: Path, request: DataRequest) -> None:
         request: the rows to make.
     """
     readers = [_reader_of(requested, request) for requested in request.sources]
-    spec = request.tokenizer.spec
+    spec = request.spec
     with new_folder(folder) as working, contextlib.ExitStack() as temporary:
-        tokenizer = request.tokenizer.pretrained
+        tokenizer = request.tokenizer
         if tokenizer is None:
             trained = tok.train_tokenizer(
                 spec,
@@ -215,7 +174,7 @@ def _make(folder: Path, request: DataRequest) -> None:
         if request.chat is not None:
             renderer = make_renderer(
                 tokenizer,
-                stop_token_ids=request.tokenizer.stop_token_ids,
+                stop_token_ids=request.stop_token_ids,
                 only_last_turns=isinstance(request.chat, ChatConfig)
                 and request.chat.turns == "last",
             )
@@ -256,7 +215,7 @@ def _make(folder: Path, request: DataRequest) -> None:
             length,
             train=train,
             eval=eval,
-            shared=isinstance(request.chat, PairConfig) and request.chat.shares_prompts,
+            shared=request.chat is not None and request.chat.shares_prompts,
             covering_length=covering,
             stop_token_ids=[] if renderer is None else sorted(renderer.stop_token_ids),
         )
@@ -277,9 +236,9 @@ def _reader_of(requested: RequestedSource, request: DataRequest) -> Records[Any]
         return Documents(
             source,
             partial(text_of, field=text_field),
-            request.eval_fraction,
+            request.config.eval_fraction,
             only_split,
-            request.max_train_samples,
+            request.config.max_train_samples,
             field=text_field,
         )
 
@@ -292,9 +251,9 @@ def _reader_of(requested: RequestedSource, request: DataRequest) -> Records[Any]
     return Records(
         source,
         partial(read, has_artificial_nulls=source.has_artificial_nulls),
-        request.eval_fraction,
+        request.config.eval_fraction,
         only_split,
-        request.max_train_samples,
+        request.config.max_train_samples,
         skips_bad=request.chat.on_bad_row == "skip",
     )
 
@@ -316,7 +275,7 @@ def _encoder_of(
         folder: the folder of a temporary file.
     """
     if isinstance(reader, Documents):
-        is_trained = tok.is_trained(request.tokenizer.spec)
+        is_trained = tok.is_trained(request.spec)
         return EncodedCorpus(reader, tokenizer, is_trained, request.text_columns, folder)
 
     assert request.chat is not None, "records that are not text have a config"
@@ -357,8 +316,9 @@ def _write_rows(
         smallest = min(sizes)
         if smallest < length:
             name = request.train[sizes.index(smallest)].name
+            flag = "--max_length" if request.takes_conversations else "--block_size"
             raise UserError(
-                f"{request.length_flag} {length} is larger than the training text "
+                f"{flag} {length} is larger than the training text "
                 f"({smallest + 1} tokens of {name}); use at most {max(smallest, 1)}, or more text."
             )
     return train, eval

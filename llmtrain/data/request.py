@@ -3,9 +3,9 @@
 Everything that can be wrong with the flags is reported here, before any row is made.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from llmtrain.config.flags import flags_of
 from llmtrain.data import tokenizer as tok
@@ -17,7 +17,7 @@ from llmtrain.data.readers import Source
 from llmtrain.data.requested_sources import RequestedSource, requested_sources
 from llmtrain.errors import UserError
 from llmtrain.files import digest
-from llmtrain.json_types import JsonObject
+from llmtrain.interfaces.packing_support import PackingSupport
 
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.
@@ -25,59 +25,54 @@ _FORMAT_VERSION = 13
 
 
 @dataclass(frozen=True)
-class RequestedTokenizer:
-    """The tokenizer of a run.
-
-    Attributes:
-        spec: the value of ``--tokenizer``.
-        pretrained: the tokenizer with its chat template; ``None`` to train one on the data.
-        new_tokens: tokens that the chat template has added to it.
-        stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
-            them.
-        has_default_template: whether it has no chat template of its own and gets the default one.
-    """
-
-    spec: str
-    pretrained: "tok.FastTokenizer | None" = None
-    new_tokens: Sequence[int] = ()
-    stop_token_ids: Sequence[int] = ()
-    has_default_template: bool = False
-
-
-@dataclass(frozen=True)
 class DataRequest:
     """The rows that a recipe asks for.
 
     Attributes:
+        config: the flags of the data sets.
         sources: the data sets to train on, then those to evaluate on.
-        tokenizer: the tokenizer.
+        tokenizer: the tokenizer with its chat template; ``None`` to train one on the data.
+        new_tokens: tokens that the chat template has added to it.
+        stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
+            them.
+        has_default_template: whether the tokenizer has no chat template and gets the default one.
         chat: how conversations or pairs become rows; ``None`` if all data sets are text.
-        unpaired: the loss takes single answers with a label, not only pairs.
         takes_conversations: whether the recipe trains on conversations or pairs, too, and not only
             on text.
-        eval_fraction: the share of the records that is kept for evaluation.
-        max_train_samples: the most training records of each data set; ``None`` for all.
-        mixture: the sampling weight of each data set; empty to draw every row once per epoch.
+        unpaired: the loss takes single answers with a label, not only pairs.
         text_columns: the columns of rows of text.
         max_length: the length of the rows, or ``auto``.
         max_positions: the number of positions of the model, which ``auto`` does not exceed.
-        eval_split: the split of the training data sets that is the eval data, if there is one.
+        decided: what the flags left open, by their names.
+        notes: why rows are not packed, for the log.
         digest: a hash of everything that the rows depend on, the name of their cache entry.
     """
 
+    config: DataConfig
     sources: list[RequestedSource]
-    tokenizer: RequestedTokenizer
+    tokenizer: "tok.FastTokenizer | None"
+    new_tokens: Sequence[int]
+    stop_token_ids: Sequence[int]
+    has_default_template: bool
     chat: RowConfig | None
-    unpaired: bool
     takes_conversations: bool
-    eval_fraction: float
-    max_train_samples: int | None
-    mixture: list[float]
+    unpaired: bool
     text_columns: list[str]
     max_length: int | Literal["auto"]
     max_positions: int | None
-    eval_split: str | None
+    decided: dict[str, Any]
+    notes: list[str]
     digest: str
+
+    @property
+    def spec(self) -> str:
+        """The value of ``--tokenizer``."""
+        return str(self.config.tokenizer)
+
+    @property
+    def dataset(self) -> str:
+        """The names of the data sets to train on."""
+        return " ".join(source.name for source in self.train)
 
     @property
     def train(self) -> list[Source]:
@@ -89,26 +84,12 @@ class DataRequest:
         """The data sets that have eval records."""
         return [requested.source for requested in self.sources if requested.is_for_eval]
 
-    @property
-    def has_eval_sources(self) -> bool:
-        """Whether the eval data are other data sets or splits than the training data."""
-        return self.sources[0].only_split is not None
-
-    @property
-    def dataset(self) -> str:
-        """The names of the data sets to train on."""
-        return " ".join(source.name for source in self.train)
-
-    @property
-    def length_flag(self) -> str:
-        """The flag that sets the length of the rows, for error messages."""
-        return "--max_length" if self.takes_conversations else "--block_size"
-
 
 def make_request(
     config: DataConfig,
     max_length: int | Literal["auto"],
     chat: RowConfig | None,
+    support: PackingSupport | None,
     trust_remote_code: bool,
     own_source: Source | None,
     unpaired: bool,
@@ -117,9 +98,14 @@ def make_request(
     """Check the flags, and find out what the data sets hold.
 
     Args:
+        config: the data sets and the tokenizer.
+        max_length: the length of the rows, or ``auto``.
+        chat: how conversations or pairs become rows, if the recipe trains on them.
+        support: what rows the model can be trained on, if it is known.
+        trust_remote_code: run code that comes with the tokenizer.
         own_source: the records of a recipe that has its own data.
-
-    The other arguments are those of :func:`llmtrain.data.prepare.tokenize`.
+        unpaired: the loss takes single answers with a label, not only pairs.
+        max_positions: the number of positions of the model, which ``auto`` does not exceed.
 
     Raises:
         UserError: if the data, the tokenizer or the flags are wrong.
@@ -132,16 +118,21 @@ def make_request(
         counts_per_period(config.mixture)
     _check_data_flags(config, has_own_records=own_source is not None)
 
+    decided: dict[str, Any] = {}
+    notes: list[str] = []
+    if chat is not None and support is not None:
+        decided, notes = _decide_packing(chat, support)
+        chat = chat.with_values(decided)
+
     sources = requested_sources(config, chat, own_source, unpaired)
     _check_record_flags(config, sources, chat)
-    if all(requested.format == "text" for requested in sources):
-        row_config = None
-        text_columns = ["input_ids", "position_ids"] if config.isolate_documents else ["input_ids"]
-    else:
+    decided["dataset"] = [each.source.name for each in sources if each.is_for_training]
+    row_config = None
+    text_columns = ["input_ids", "position_ids"] if config.isolate_documents else ["input_ids"]
+    if chat is not None and any(requested.format != "text" for requested in sources):
         row_config = chat
         # Beside conversations, text has the columns of conversations, because all rows of a run
         # have the same ones.
-        assert chat is not None, "without a config, all records are text"
         text_columns = TOKEN_COLUMNS if chat.is_packed else [*TOKEN_COLUMNS[:-1], LENGTHS]
 
     training_formats = {requested.format for requested in sources if requested.is_for_training}
@@ -151,13 +142,37 @@ def make_request(
             "the number of tokens in a row."
         )
 
+    tokenizer = None
+    if not tok.is_trained(config.tokenizer):
+        tokenizer = tok.load_tokenizer(config.tokenizer, trust_remote_code)
     chat_template = None if row_config is None else row_config.chat_template
-    tokenizer = _tokenizer_of(
-        config.tokenizer,
-        sources,
-        chat_template,
-        trust_remote_code=trust_remote_code,
-    )
+    needing_template = [requested for requested in sources if requested.needs_template]
+    if row_config is not None:
+        _check_template(config, chat_template, needing_template)
+    stop_token_ids: list[int] = []
+    new_tokens: list[int] = []
+    has_default_template = False
+    if row_config is not None and tokenizer is not None:
+        has_template = bool(chat_template or tokenizer.chat_template)
+        has_default_template = bool(needing_template) and not has_template
+        new_tokens = set_template(tokenizer, chat_template, is_plain_text=not needing_template)
+        stop_token_ids = tok.stop_token_ids_of(config.tokenizer)
+
+    sorted(item for item in config.column_names.items() if item[0] != "text")
+    described_sources = []
+    for requested in sources:
+        described_sources.append(
+            {
+                "fingerprint": requested.source.fingerprint(),
+                "has_artificial_nulls": requested.source.has_artificial_nulls,
+                "split": requested.only_split,
+                "format": requested.format,
+                "text_field": requested.text_field,
+                "columns": sorted(
+                    item for item in config.column_names.items() if item[0] != "text"
+                ),
+            }
+        )
     # Everything that the rows depend on.
     entry = digest(
         {
@@ -166,11 +181,9 @@ def make_request(
             "max_positions": max_positions if max_length == "auto" else None,
             "eval_fraction": config.eval_fraction if sources[0].only_split is None else None,
             "max_train_samples": config.max_train_samples,
-            "sources": [_described(requested, config.column_names) for requested in sources],
-            "tokenizer": tok.digest(tokenizer.pretrained)
-            if tokenizer.pretrained
-            else tokenizer.spec,
-            "stop_token_ids": list(tokenizer.stop_token_ids),
+            "sources": described_sources,
+            "tokenizer": config.tokenizer if tokenizer is None else tok.digest(tokenizer),
+            "stop_token_ids": stop_token_ids,
             "text_columns": text_columns,
             "rendering": None if row_config is None else row_config.fingerprint(),
             "chat_template": template_text(chat_template) if chat_template else None,
@@ -178,74 +191,74 @@ def make_request(
         }
     )
     return DataRequest(
+        config=config,
         sources=sources,
         tokenizer=tokenizer,
+        new_tokens=new_tokens,
+        stop_token_ids=stop_token_ids,
+        has_default_template=has_default_template,
         chat=row_config,
-        unpaired=unpaired,
         takes_conversations=chat is not None,
-        eval_fraction=config.eval_fraction,
-        max_train_samples=config.max_train_samples,
-        mixture=config.mixture,
+        unpaired=unpaired,
         text_columns=text_columns,
         max_length=max_length,
         max_positions=max_positions,
-        eval_split=None if config.eval_dataset else config.dataset_test_split,
+        decided=decided,
+        notes=notes,
         digest=entry[:32],
     )
 
 
-def _described(requested: RequestedSource, columns: Mapping[str, str]) -> JsonObject:
-    """Return everything about a data set that the rows depend on."""
-    return {
-        "fingerprint": requested.source.fingerprint(),
-        "has_artificial_nulls": requested.source.has_artificial_nulls,
-        "split": requested.only_split,
-        "format": requested.format,
-        "text_field": requested.text_field,
-        "columns": sorted(item for item in columns.items() if item[0] != "text"),
-    }
+def _decide_packing(chat: RowConfig, support: PackingSupport) -> tuple[dict[str, Any], list[str]]:
+    """Decide on ``--packing`` and ``--share_prompts``, unless the user did.
 
-
-def _tokenizer_of(
-    spec: str, sources: list[RequestedSource], chat_template: str | None, trust_remote_code: bool
-) -> RequestedTokenizer:
-    """Load a tokenizer, unless it is trained, and set its chat template.
-
-    Args:
-        spec: the value of ``--tokenizer``.
-        sources: the data sets.
-        chat_template: the value of ``--chat_template``.
-        trust_remote_code: run code that comes with the tokenizer.
-
-    Raises:
-        UserError: if there is no such tokenizer, or if it does not fit the records.
+    Returns:
+        The values by the names of the flags, and notes for the log.
     """
-    pretrained = None if tok.is_trained(spec) else tok.load_tokenizer(spec, trust_remote_code)
-    if all(requested.format == "text" for requested in sources):
-        return RequestedTokenizer(spec, pretrained)
+    decided: dict[str, Any] = {}
+    notes = []
+    examples = "pairs" if isinstance(chat, PairConfig) else "conversations"
+    if chat.packing is None:
+        decided["packing"] = support.packs
+        if support.problem:
+            notes.append(
+                f"{examples} are not packed: it is not known whether {support.class_name} keeps "
+                f"packed documents apart, because {support.problem} (--packing packs them)"
+            )
+        elif not support.packs:
+            notes.append(
+                f"{examples} are not packed: {support.class_name} lets the documents of a packed "
+                "row see each other"
+            )
 
-    needing = [requested for requested in sources if requested.needs_template]
-    if chat_template == NO_TEMPLATE and needing:
+    is_packed = decided.get("packing", chat.packing)
+    if isinstance(chat, PairConfig) and chat.share_prompts is None and is_packed:
+        decided["share_prompts"] = support.shares_prompts
+        reason = f"{support.class_name} cannot share it between two answers"
+        if support.problem:
+            reason = (
+                f"it is not known whether {support.class_name} can share it between two answers, "
+                f"because {support.problem} (--share_prompts shares it)"
+            )
+        if not support.shares_prompts:
+            notes.append(f"each answer has its own copy of the prompt: {reason}")
+    return decided, notes
+
+
+def _check_template(
+    config: DataConfig, chat_template: str | None, needing_template: list[RequestedSource]
+) -> None:
+    """Check that ``--chat_template`` and ``--tokenizer`` fit the records."""
+    if chat_template == NO_TEMPLATE and needing_template:
         raise UserError(
             "--chat_template none is for prompts with completions of plain text, but the records "
-            f"of {needing[0].source.name} are conversations; use --chat_template chatml."
+            f"of {needing_template[0].source.name} are conversations; use --chat_template chatml."
         )
-    if spec == "char":
+    if config.tokenizer == "char":
         raise UserError(
             "--tokenizer char knows only the characters of the data, and a chat template has "
             "others; use byte."
         )
-    if pretrained is None:
-        return RequestedTokenizer(spec)
-    has_template = bool(chat_template or pretrained.chat_template)
-    new_tokens = set_template(pretrained, chat_template, is_plain_text=not needing)
-    return RequestedTokenizer(
-        spec,
-        pretrained,
-        new_tokens=new_tokens,
-        stop_token_ids=tok.stop_token_ids_of(spec),
-        has_default_template=bool(needing) and not has_template,
-    )
 
 
 def _check_data_flags(config: DataConfig, has_own_records: bool) -> None:
@@ -284,7 +297,6 @@ def _check_record_flags(
     name = sources[0].source.name
     columns = config.column_names
     formats = {requested.format for requested in sources}
-    kind = "preference data" if isinstance(chat, PairConfig) else "conversations"
     if formats == {"text"}:
         for flag in flags_of(ChatConfig):
             if flag != "format" and chat is not None and chat.is_set(flag):
@@ -301,6 +313,7 @@ def _check_record_flags(
                 )
 
     if "text" not in formats:
+        kind = "preference data" if isinstance(chat, PairConfig) else "conversations"
         are_set = {
             f"--columns text={columns.get('text')}": "text" in columns,
             "--text_field": config.is_set("text_field"),

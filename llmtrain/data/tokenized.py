@@ -1,23 +1,142 @@
-"""Rows of tokens, ready for a run: from the cache, or tokenised elsewhere."""
+"""Rows of tokens, ready for a run, with their counts and hashes."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.audit import SplitStats
-from llmtrain.data.metadata import DataMetadata, metadata_of
+from llmtrain.data.audit import SplitStats, total_audit
 from llmtrain.data.order import BATCHES_PER_MEGABATCH, Mixture
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS, Rows, TokenRows, as_matrices
 from llmtrain.data.readers import kind_of, suffix_of
-from llmtrain.data.records import Split
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED
 
-if TYPE_CHECKING:
-    import pyarrow
+
+@dataclass
+class DataMetadata:
+    """Counts and hashes of rows, for ``run.json`` and the start-up log. Hashes are hex sha256.
+
+    Attributes:
+        dataset: the names of the data sets.
+        tokenizer: the value of ``--tokenizer``; ``none`` if the rows were made without one.
+        tokenizer_sha256: a hash of the tokenizer; ``none`` without one.
+        data_sha256: a hash of all tokens, of both splits.
+        vocabulary: the largest token id, plus 1. Not every smaller id need be a token.
+        block_size: the number of positions of a row that predict something.
+        records: documents, conversations or preference records of both splits.
+        eval_records: those of the eval split.
+        train_tokens: target tokens of the training split.
+        eval_tokens: target tokens of the eval split.
+        train_rows: rows of the training split.
+        eval_rows: rows of the eval split.
+        eval_bytes: UTF-8 bytes of the eval text, for bits per byte; 0 if the rows are no text.
+        source_rows: training rows of each data set. They are stored one data set after the other.
+        source_targets: target tokens of each data set's training rows.
+        eval_source_rows: eval rows of each data set that has eval data. These are the data sets of
+            ``source_rows``, unless ``--eval_dataset`` or ``--dataset_test_split`` chooses others.
+        task: ``text``, ``conversations`` or ``preferences``. It is ``conversations`` if there is
+            text, too.
+        audit: counts of the training conversations or pairs; ``None`` for text alone.
+        eval_audit: counts of the eval conversations or pairs.
+        stop_token_ids: the tokens at which an answer ends; empty for text.
+        pairs: the largest number of pairs in a row.
+        shared: whether the answers of a pair share one copy of their prompt.
+        covering_length: the smallest ``--max_length``, in multiples of 64, that is long enough for
+            99.5 % of the training conversations; 0 for text.
+        cache_entry: the name of the rows' folder in the cache; empty for rows that the recipe made.
+    """
+
+    dataset: str
+    tokenizer: str
+    tokenizer_sha256: str
+    data_sha256: str
+    vocabulary: int
+    block_size: int
+    records: int
+    eval_records: int
+    train_tokens: int
+    eval_tokens: int
+    train_rows: int
+    eval_rows: int
+    eval_bytes: int
+    source_rows: list[int]
+    eval_source_rows: list[int]
+    source_targets: list[int]
+    task: str = "text"
+    audit: dict[str, Any] | None = None
+    eval_audit: dict[str, Any] | None = None
+    stop_token_ids: list[int] = field(default_factory=list)
+    pairs: int = 0
+    shared: bool = False
+    covering_length: int = 0
+    cache_entry: str = ""
+
+
+def metadata_of(
+    dataset: str,
+    spec: str,
+    tokenizer: "tok.FastTokenizer | None",
+    block_size: int,
+    train: Sequence[SplitStats],
+    eval: Sequence[SplitStats],
+    vocabulary: int = 0,
+    **others: Any,
+) -> DataMetadata:
+    """Return the metadata of rows that were written.
+
+    Args:
+        dataset: the names of the data sets.
+        spec: the value of ``--tokenizer``.
+        tokenizer: the tokenizer, if there is one.
+        block_size: the number of positions of a row that predict something.
+        train: the counts of each source's training split.
+        eval: the counts of each source's eval split.
+        vocabulary: the largest token id, plus 1, if there is no tokenizer.
+        others: further fields of the metadata, by name.
+    """
+    both = [*train, *eval]
+    hashes = "".join(stats.sha256 for stats in train)
+    if len(train) != len(eval):
+        # The eval data have sources of their own, so the hash must say where they begin.
+        hashes += " eval "
+    hashes += "".join(stats.sha256 for stats in eval)
+
+    task = "text"
+    audits = [stats.audit for stats in train or eval if stats.audit]
+    if audits:
+        task = "conversations" if audits[0].unit == "conversation" else "preferences"
+    return DataMetadata(
+        dataset=dataset,
+        tokenizer=spec,
+        tokenizer_sha256="none" if tokenizer is None else tok.digest(tokenizer),
+        data_sha256=hashlib.sha256(hashes.encode()).hexdigest(),
+        vocabulary=vocabulary if tokenizer is None else tok.vocabulary_of(tokenizer),
+        block_size=block_size,
+        records=sum(stats.records for stats in both),
+        eval_records=sum(stats.records for stats in eval),
+        train_tokens=sum(stats.targets for stats in train),
+        eval_tokens=sum(stats.targets for stats in eval),
+        train_rows=sum(stats.rows for stats in train),
+        eval_rows=sum(stats.rows for stats in eval),
+        eval_bytes=sum(stats.bytes for stats in eval),
+        source_rows=[stats.rows for stats in train],
+        eval_source_rows=[stats.rows for stats in eval],
+        source_targets=[stats.targets for stats in train],
+        task=task,
+        audit=_summed_audit(train),
+        eval_audit=_summed_audit(eval),
+        pairs=max(stats.pairs for stats in both),
+        **others,
+    )
+
+
+def _summed_audit(splits: Sequence[SplitStats]) -> dict[str, Any] | None:
+    """Return the sums of the sources' audits, or ``None`` if all sources are text."""
+    audits = [stats.audit for stats in splits if stats.audit]
+    return asdict(total_audit(audits)) if audits else None
 
 
 @dataclass
@@ -33,9 +152,9 @@ class Tokenized:
             epoch.
         new_tokens: tokens that a chat template has added to a pretrained tokenizer.
         in_order: draw the rows in the stored order instead of a permutation.
-        train_names: the names of the data sets that the training rows come from; empty for rows
-            that the recipe made.
         eval_names: the names of the data sets that the eval rows may come from.
+        decided: the values that :func:`llmtrain.tokenize` has chosen for flags, by their names.
+        notes: why rows are not packed, for the log.
     """
 
     train: TokenRows
@@ -45,8 +164,9 @@ class Tokenized:
     mixture: Mixture | None = None
     new_tokens: list[int] = field(default_factory=list)
     in_order: bool = False
-    train_names: Sequence[str] = ()
     eval_names: Sequence[str] = ()
+    decided: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
     @property
     def vocabulary(self) -> int:
@@ -79,10 +199,8 @@ class Tokenized:
         The dictionary is empty unless several data sets have eval rows, under different names.
         """
         counts = self.metadata.eval_source_rows
-        rows_by_name = {}
-        for name, count in zip(short_names(self.eval_names), counts, strict=False):
-            if count:
-                rows_by_name[name] = count
+        names = short_names(self.eval_names)
+        rows_by_name = {name: count for name, count in zip(names, counts, strict=False) if count}
         has_all_rows = sum(rows_by_name.values()) == sum(counts)  # not if two names are equal
         return rows_by_name if has_all_rows and len(rows_by_name) > 1 else {}
 
@@ -128,51 +246,46 @@ class Tokenized:
         Raises:
             UserError: if a column is not of this form.
         """
-        train_rows = _as_token_rows(train)
-        eval_rows = None if eval is None else _as_token_rows(eval)
-        splits = [rows for rows in (train_rows, eval_rows) if rows is not None]
+        splits = [_as_token_rows(rows) for rows in (train, eval) if rows is not None]
         names = [", ".join(rows.column_names) for rows in splits]
-
-        columns = [column for rows in splits for column in rows.data.columns]
-        width = _common_length(columns)
-        has_ids = all("input_ids" in rows.column_names for rows in splits)
-        if width is None or width < 2 or not has_ids:
-            raise UserError(
-                f"Tokenized.of: {', '.join(TOKEN_COLUMNS)} must be lists of integers, all of one "
-                "length; pad or pack them."
-            )
         if len(set(names)) > 1:
             raise UserError(
                 f"Tokenized.of: the training rows have {names[0]}, and the eval rows {names[1]}; "
                 "give both splits the same columns."
             )
+        widths = {_width(rows) for rows in splits}
+        width = widths.pop()
+        if width is None or width < 2 or widths:
+            raise UserError(
+                f"Tokenized.of: {', '.join(TOKEN_COLUMNS)} must be lists of integers, all of one "
+                "length; pad or pack them."
+            )
 
-        train_stats = [_measure(train_rows, tokenizer, "train")]
-        eval_stats = [] if eval_rows is None else [_measure(eval_rows, tokenizer, "eval")]
+        vocabulary = max(_check_tokens(rows, tokenizer) for rows in splits) + 1
+        eval_rows = None if eval is None else splits[1]
         metadata = metadata_of(
             "rows made by the recipe",
             spec="none" if tokenizer is None else tokenizer.name_or_path,
             tokenizer=tokenizer,
-            vocabulary=max(0, *(max(_largest_tokens(rows).values()) for rows in splits)) + 1,
+            vocabulary=vocabulary,
             block_size=width - 1,
-            train=train_stats,
-            eval=eval_stats,
+            train=[_measure(splits[0])],
+            eval=[] if eval_rows is None else [_measure(eval_rows, tokenizer)],
         )
-        return cls(train_rows, eval_rows, tokenizer, metadata, in_order=in_order)
+        return cls(splits[0], eval_rows, tokenizer, metadata, in_order=in_order)
 
 
 def short_names(names: Sequence[str]) -> Sequence[str]:
     """Return the names of data sets without folders and suffixes, if these differ."""
-    short_names = [_short_name(name) for name in names]
+    short_names = []
+    for name in names:
+        path = Path(name)
+        suffix = suffix_of(path) if kind_of(path) else ""
+        short_names.append(path.name[: len(path.name) - len(suffix)] or name)
     return short_names if len(set(short_names)) == len(short_names) else names
 
 
-def _short_name(name: str) -> str:
-    """Return the name of a data set without its folders, and without the suffix of a file."""
-    path = Path(name)
-    if kind_of(path):
-        return path.name[: -len(suffix_of(path))]
-    return path.name or name
+# --- rows that were tokenised elsewhere
 
 
 def _as_token_rows(rows: Rows) -> TokenRows:
@@ -181,62 +294,58 @@ def _as_token_rows(rows: Rows) -> TokenRows:
     return TokenRows(table.select([name for name in TOKEN_COLUMNS if name in table.column_names]))
 
 
-def _common_length(columns: Sequence["pyarrow.ChunkedArray"]) -> int | None:
-    """Return the length of all lists in some columns.
+def _width(rows: TokenRows) -> int | None:
+    """Return the length of all lists of rows.
 
     Returns:
-        The length; ``None`` if the columns hold no lists of integers, lists with gaps, or lists of
-        several lengths.
+        The length; ``None`` if there are no ``input_ids``, or if a column holds no lists of
+        integers, lists with gaps, or lists of several lengths.
     """
     import pyarrow
     from pyarrow.compute import list_value_length
 
-    lengths: set[int] = set()
+    if "input_ids" not in rows.column_names:
+        return None
+    lengths: set[int | None] = set()
     kinds: set[str] = set()
     try:
-        for column in columns:
+        for column in rows.data.columns:
             lengths.update(list_value_length(column).unique().to_pylist())
         if len(lengths) != 1:
             return None
-        for column in columns:
+        for column in rows.data.columns:
             kinds.update(matrix.dtype.kind for matrix in as_matrices(column))
     except (pyarrow.ArrowException, ValueError):
         return None
     return lengths.pop() if kinds == {"i"} else None
 
 
-def _largest_tokens(rows: TokenRows) -> dict[str, int]:
-    """Return the largest number in each column of tokens or labels.
+def _check_tokens(rows: TokenRows, tokenizer: "tok.FastTokenizer | None") -> int:
+    """Return the largest token or label.
 
     Raises:
-        UserError: if a number is no token. A model would fail in the middle of a run.
+        UserError: if a number is no token, or if the tokenizer does not have it. A model would fail
+            in the middle of a run.
     """
-    largest = {}
-    for name in rows.column_names:
-        if name != "position_ids":
-            matrices = as_matrices(rows.data.column(name))
-            largest[name] = max((int(matrix.max()) for matrix in matrices), default=0)
-            if any(((matrix < 0) & (matrix != IGNORED)).any() for matrix in matrices):
+    vocabulary = None if tokenizer is None else tok.vocabulary_of(tokenizer)
+    largest = 0
+    for name in {"input_ids", "labels"}.intersection(rows.column_names):
+        for matrix in as_matrices(rows.data.column(name)):
+            if ((matrix < 0) & (matrix != IGNORED)).any():
                 raise UserError(
                     f"Tokenized.of: {name} holds negative numbers; only {IGNORED} may be negative."
                 )
-    return largest
-
-
-def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None", split: Split) -> SplitStats:
-    """Hash the content of rows that were tokenised elsewhere, and count their targets.
-
-    Raises:
-        UserError: if the tokenizer does not have all their tokens.
-    """
-    if tokenizer is not None:
-        vocabulary = max(tokenizer.get_vocab().values()) + 1
-        for name, largest in _largest_tokens(rows).items():
-            if largest >= vocabulary:
+            largest = max(largest, int(matrix.max()))
+            if vocabulary is not None and largest >= vocabulary:
                 raise UserError(
                     f"Tokenized.of: {name} holds {largest}; the tokenizer has {vocabulary} tokens. "
                     "Pass the tokenizer that made the rows."
                 )
+    return largest
+
+
+def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None" = None) -> SplitStats:
+    """Hash the content of rows, and count their targets; with a tokenizer, their bytes, too."""
     digest = hashlib.sha256()
     for name in rows.column_names:
         digest.update(name.encode())
@@ -249,7 +358,7 @@ def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None", split: Spli
     for matrix in as_matrices(rows.data.column(label_column)):
         labels = matrix[:, 1:][matrix[:, 1:] != IGNORED]
         targets += len(labels)
-        if split == "eval" and tokenizer is not None:
+        if tokenizer is not None:
             text = tokenizer.backend_tokenizer.decode(labels.tolist())
             target_bytes += len(text.encode())
     return SplitStats(

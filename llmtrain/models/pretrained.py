@@ -78,6 +78,7 @@ class PreparedRows(Protocol):
 
     tokenizer: "PreTrainedTokenizerFast | None"
     new_tokens: list[int]  # tokens that a chat template has added to a pretrained tokenizer
+    decided: Mapping[str, Any]  # values for flags that the user has left open, by their names
 
     @property
     def is_packed(self) -> bool:
@@ -125,6 +126,7 @@ def load_model(
             The stream of weights raises it if a weight is missing. ``check`` of the result raises
             it if packed documents would attend to each other.
     """
+    config = config.with_values(rows.decided)
     config.resolve_runs()
     is_reward_model = preference is not None and preference.is_reward_model
     _check_flags(config, lora, is_reward_model)

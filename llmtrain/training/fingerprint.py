@@ -41,7 +41,7 @@ def run_fingerprint(
         "initial_weights": bundle.start,
         "random": RANDOM_VERSION,
         "data": rows.metadata.data_sha256,
-        "mixture": settings.data.proportions,
+        "mixture": [] if rows.mixture is None else rows.mixture.weights,
         "tokenizer": rows.metadata.tokenizer_sha256,
         "block_size": rows.metadata.block_size,
         "global_batch_size": settings.data.global_batch_size,

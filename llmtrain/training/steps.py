@@ -1,9 +1,9 @@
 """Settle what depends on the rows: epochs and fractions become steps, and rows fit in memory."""
 
-import copy
 import math
 from fractions import Fraction
 
+from llmtrain.config.flags import configs_of
 from llmtrain.console import pluralize
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
@@ -16,7 +16,7 @@ _WARMUP_SHARE = 0.1
 def settle(settings: Settings, rows: Tokenized) -> None:
     """Settle what depends on the rows: the numbers of steps, and the default micro-batch.
 
-    The data sets in the settings become those of the rows: a recipe may have data of its own.
+    The settings get the values that :func:`llmtrain.tokenize` has chosen for the rows.
     After this, ``max_steps``, ``warmup_steps``, ``logging_steps``, ``eval_steps`` and
     ``save_steps`` are integers. Calling it again changes nothing.
 
@@ -35,20 +35,17 @@ def settle(settings: Settings, rows: Tokenized) -> None:
             "order of the rows (in_order); leave one of them out."
         )
 
-    data = settings.data = copy.copy(settings.data)
-    optim = settings.optim = copy.copy(settings.optim)
-    evaluation = settings.eval = copy.copy(settings.eval)
-    log = settings.log = copy.copy(settings.log)
-    run = settings.run = copy.copy(settings.run)
+    for name, config in configs_of(settings).items():
+        setattr(settings, name, config.with_values(rows.decided))
+    optim = settings.optim
 
-    data.take_names(rows.train_names)
-    data.fit_micro_batch(rows.positions)
+    settings.data.fit_micro_batch(rows.positions)
     if optim.num_train_epochs is not None and not optim.max_steps_decides:
         optim.max_steps = _whole(optim.num_train_epochs, steps_per_epoch(settings, rows))
     _settle_warmup(optim)
-    log.logging_steps = steps_of(log.logging_steps, optim.max_steps)
-    evaluation.eval_steps = steps_of(evaluation.eval_steps, optim.max_steps)
-    run.save_steps = steps_of(run.save_steps, optim.max_steps)
+    settings.log.logging_steps = steps_of(settings.log.logging_steps, optim.max_steps)
+    settings.eval.eval_steps = steps_of(settings.eval.eval_steps, optim.max_steps)
+    settings.run.save_steps = steps_of(settings.run.save_steps, optim.max_steps)
 
 
 def steps_per_epoch(settings: Settings, rows: Tokenized) -> Fraction:

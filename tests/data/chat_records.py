@@ -7,7 +7,8 @@ from typing import Any
 from llmtrain.data.audit import Audit
 from llmtrain.data.config import RowConfig
 from llmtrain.data.loader import IGNORED
-from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.tokenized import Tokenized
+from llmtrain.training.rows import tokenize
 from tests.data.chats import chat
 from tests.data.preparation import data_config
 

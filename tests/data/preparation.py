@@ -14,8 +14,9 @@ import pytest
 
 from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import IGNORED
-from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
+from llmtrain.training.rows import tokenize
 
 BLOCK = 8  # the size of blocks, if a test does not choose one
 

@@ -7,8 +7,9 @@ import pytest
 
 from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.formats import RECORD_FIELDS
-from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
+from llmtrain.training.rows import tokenize
 from tests.data.preparation import data_config, write_records
 
 pytestmark = pytest.mark.usefixtures("cache")

@@ -15,8 +15,9 @@ import pytest
 from llmtrain.data import prepare
 from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.loader import train_loader
-from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
+from llmtrain.training.rows import tokenize
 from tests.data.chat_records import chat_records
 from tests.data.preparation import TEXTS, data_config, write_records, write_texts
 from tests.failing_calls import failing, needs_failing_calls

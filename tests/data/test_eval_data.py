@@ -7,8 +7,9 @@ import datasets
 import pytest
 
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
-from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
+from llmtrain.training.rows import tokenize
 from tests.data.preparation import complaint, documents_of, left_behind, write_records
 
 pytestmark = pytest.mark.usefixtures("cache")

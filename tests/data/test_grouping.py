@@ -20,7 +20,7 @@ from llmtrain.data.loader import (
 )
 from llmtrain.data.order import BATCHES_PER_MEGABATCH, GlobalBatchSampler, Mixture, Slot
 from llmtrain.data.packing import Examples, TokenRows, TokenStore, write_rows
-from llmtrain.data.prepare import Tokenized
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
 from llmtrain.models.config import ModelConfig

@@ -8,8 +8,9 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.data.config import DataConfig
-from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
+from llmtrain.training.rows import tokenize
 from tests.data.preparation import documents_of
 
 TWO_CONFIGURATIONS = """---

@@ -7,8 +7,10 @@ import pytest
 
 import llmtrain as lt
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
-from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
+from llmtrain.training.rows import tokenize
+from llmtrain.training.steps import settle
 from recipes import finetune, gpt
 from tests.data.chat_records import chat_record, size_of
 from tests.data.preparation import complaint, data_config, left_behind, write_records
@@ -34,7 +36,11 @@ def tokenize_lengths(
     folder: Path, lengths: list[int], max_length: int | str, max_positions: int | None = None
 ) -> Tokenized:
     path = chats_of_lengths(folder / "chats.jsonl", lengths)
-    return tokenize(data_config(path), max_length, ChatConfig(), max_positions=max_positions)
+    model = None
+    if max_positions is not None:
+        sizes = f"max_position_embeddings={max_positions}"
+        model = lt.ModelConfig(from_config="llama", config_overrides=sizes)
+    return tokenize(data_config(path), max_length, ChatConfig(), model)
 
 
 # --- auto
@@ -70,13 +76,14 @@ def test_the_log_has_the_length_that_auto_has_chosen(tmp_path, capsys):
     assert same_length.metadata.data_sha256 == tokenized.metadata.data_sha256
 
 
-def test_the_settings_of_a_recipe_have_the_length_that_auto_has_chosen(tmp_path):
+def test_the_settings_of_a_run_have_the_length_that_auto_has_chosen(tmp_path):
     path = write_records(tmp_path / "chats.jsonl", [chat_record("q", "a" * 150)] * 4)
     flags = f"--dataset {path} --max_length auto --tokenizer byte".split()
     settings = lt.parse(finetune.DEFAULTS, flags)
     rows = finetune.tokenized(settings)
     assert rows.metadata.block_size == 192
-    assert settings.model.max_length == 192
+    assert settings.model.max_length == "auto"
+    settle(settings, rows)
     assert settings.model.row_length == 192
 
 

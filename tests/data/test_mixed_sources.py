@@ -8,7 +8,8 @@ import pytest
 
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.loader import IGNORED, eval_loader, train_loader
-from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.tokenized import Tokenized
+from llmtrain.training.rows import tokenize
 from tests.data.chat_records import CHATML_END, answers_of, chat_records, texts_of
 from tests.data.preparation import complaint, data_config, left_behind, stream_of, write_records
 

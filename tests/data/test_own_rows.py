@@ -8,8 +8,9 @@ import pytest
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import IGNORED, train_loader
-from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
+from llmtrain.training.rows import tokenize
 from tests.data.preparation import TEXTS, data_config, write_texts
 
 pytestmark = pytest.mark.usefixtures("cache")

@@ -12,8 +12,9 @@ import pytest
 from llmtrain.console import Interrupt
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.packing import TokenStore
-from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
+from llmtrain.training.rows import tokenize
 from tests.data.chats import make
 from tests.data.preparation import left_behind
 

@@ -15,8 +15,8 @@ import torch
 from llmtrain.data.audit import Audit
 from llmtrain.data.config import PairConfig
 from llmtrain.data.packing import TokenRows
-from llmtrain.data.prepare import Tokenized
 from llmtrain.data.readers import Fields
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.interfaces.answer_codes import (
     answer_code,

@@ -19,10 +19,11 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.packing import TOKEN_COLUMNS, TokenStore, WrittenRows
-from llmtrain.data.prepare import Tokenized, tokenize
 from llmtrain.data.records import Documents, text_of
 from llmtrain.data.sources import open_source
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
+from llmtrain.training.rows import tokenize
 from tests.data.preparation import (
     BLOCK,
     TEXTS,

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data.config import ChatConfig, PairConfig, RowConfig
 from llmtrain.data.formats import conversation_of, preference_of
-from llmtrain.data.prepare import Tokenized
 from llmtrain.data.render import PromptCompletionRenderer, TokenSequence
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from tests.data.chat_records import tokenize_rows
 from tests.data.chats import ASSISTANT, TEMPLATES, TOOL, USER, chat, make, unmarked

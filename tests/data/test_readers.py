@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.data import readers
-from llmtrain.data.prepare import tokenize
 from llmtrain.data.sources import SplitChoice, open_source
 from llmtrain.errors import UserError
+from llmtrain.training.rows import tokenize
 from tests.data.preparation import data_config
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import llmtrain as lt
-from llmtrain.data.prepare import Tokenized
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.models import packing_support
 from llmtrain.models.config import ModelConfig
@@ -72,7 +72,8 @@ def test_the_verdict_on_a_class_decides_and_is_logged(
     settings, rows = prepare_rows(recipe, tmp_path, family)
     place(accelerator, recipe.build(settings, rows, "no"))
 
-    assert settings.chat.packing is rows.is_packed is is_packed
+    assert rows.decided["packing"] is rows.is_packed is is_packed
+    assert settings.chat.packing is None
     assert rows.metadata.shared == is_shared
     assert (rows.metadata.train_rows < 12) == is_packed
     log = log_lines(capsys, "packing")
@@ -113,16 +114,16 @@ def test_a_model_is_packed_only_if_the_code_of_transformers_runs(
         flags.append("--trust_remote_code")
 
     settings = lt.parse(finetune.DEFAULTS, flags)
-    settings.chat.resolve_packing(packing_support.packing_support(settings.model))
+    support = packing_support.packing_support(settings.model)
 
-    assert settings.chat.packing is not trusts_code
-    assert len(settings.chat.packing_notes) == trusts_code
+    assert support is not None
+    assert support.packs is not trusts_code
+    assert bool(support.problem) == trusts_code
 
 
 def test_a_model_that_does_not_exist_is_left_to_the_error_of_loading_it() -> None:
     settings = lt.parse(finetune.DEFAULTS, ["--model_name_or_path", "nowhere/at-all"])
-    settings.chat.resolve_packing(packing_support.packing_support(settings.model))
-    assert settings.chat.packing is None
+    assert packing_support.packing_support(settings.model) is None
 
 
 # --- the flag

@@ -13,8 +13,9 @@ from llmtrain.data.audit import Audit
 from llmtrain.data.config import ChatConfig
 from llmtrain.data.formats import CONVERSATION_FORMATS
 from llmtrain.data.loader import IGNORED
-from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
+from llmtrain.training.rows import tokenize
 from tests.data.chat_records import (
     CHATML_END,
     answers_of,

@@ -9,11 +9,11 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.data import builtin
-from llmtrain.data.prepare import tokenize
 from llmtrain.data.readers import Source
 from llmtrain.data.requested_sources import RequestedSource
 from llmtrain.data.sources import SplitChoice, open_source, records_source
 from llmtrain.errors import UserError
+from llmtrain.training.rows import tokenize
 from tests.data.preparation import data_config
 
 TEXTS = ["first text\nof two lines", 'ünï — 漢字 🙂, "quoted"', "  spaces   and\r\nan end \n"]

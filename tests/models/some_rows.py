@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
@@ -14,4 +15,5 @@ class SomeRows:
     is_packed: bool = False
     stop_token_ids: tuple[int, ...] = ()
     new_tokens: list[int] = field(default_factory=list)
+    decided: dict[str, Any] = field(default_factory=dict)
     metadata: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(dataset="some data"))

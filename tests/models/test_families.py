@@ -5,8 +5,8 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -501,16 +501,15 @@ def test_only_a_default_max_length_is_lowered_to_the_positions_of_the_model(
 
 @pytest.mark.parametrize("recipe", [finetune, preference])
 def test_recipes_fit_max_length_to_the_model(recipe, model_of_32_positions, monkeypatch):
-    def tokenize(data: Any, max_length: int, *arguments: Any, **options: Any) -> Any:
-        return SimpleNamespace(metadata=SimpleNamespace(block_size=max_length))
-
-    monkeypatch.setattr("llmtrain.training.model_rows.tokenize", tokenize)
+    make_request = mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr("llmtrain.training.rows.make_request", make_request)
     settings = copy.deepcopy(recipe.DEFAULTS)
     settings.model.model_name_or_path = model_of_32_positions
 
-    recipe.tokenized(settings)
+    with pytest.raises(InterruptedError):
+        recipe.tokenized(settings)
 
-    assert settings.model.max_length == 32
+    assert make_request.call_args.args[1] == 32
 
 
 # --- refusals

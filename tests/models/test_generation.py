@@ -29,7 +29,6 @@ from llmtrain.commands.chat import fitting_prompt
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import conversation_of
-from llmtrain.data.prepare import tokenize
 from llmtrain.data.prompts import Prompts
 from llmtrain.data.render import Renderer
 from llmtrain.errors import UserError
@@ -37,6 +36,7 @@ from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import Sampling, TextModel
 from llmtrain.record.saver import write_model
 from llmtrain.training.evaluate import sample
+from llmtrain.training.rows import tokenize
 from tests.data.chats import TEMPLATES, make, make_sentencepiece, unmarked
 from tests.data.preparation import data_config, write_records
 from tests.data.published_templates import TEMPLATES as PUBLISHED

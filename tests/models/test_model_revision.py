@@ -13,7 +13,6 @@ from llmtrain.data.chat_template import set_template
 from llmtrain.data.tokenizer import stop_token_ids_of
 from llmtrain.errors import UserError
 from llmtrain.models.adapters import adapted_model, write_outline
-from llmtrain.training.model_rows import tokenize_for_model
 from tests.launching import write_chats
 from tests.models.small_models import byte_tokenizer, export_model, tiny_llama
 
@@ -63,11 +62,11 @@ def test_everything_that_is_loaded_is_of_the_revision(
     config = lt.ModelConfig(NAME, model_revision=revision)
     data = lt.DataConfig(dataset=[str(write_chats(tmp_path / "chats.jsonl"))], tokenizer=None)
 
-    rows = tokenize_for_model(data, config, lt.ChatConfig())
-    assert config.max_length == POSITIONS[branch]
+    rows = lt.tokenize(data, chat=lt.ChatConfig(), model=config)
+    assert rows.decided["max_length"] == rows.metadata.block_size == POSITIONS[branch]
     assert rows.tokenizer is not None
     assert rows.tokenizer.chat_template == (snapshot / "chat_template.jinja").read_text()
-    assert stop_token_ids_of(str(data.tokenizer)) == [STOP_TOKENS[branch]]
+    assert stop_token_ids_of(rows.metadata.tokenizer) == [STOP_TOKENS[branch]]
 
     bundle = lt.load_model(config, None, rows, seed=0, precision="no")
     weights = {key: weight.clone() for key, weight in bundle.weights or []}
@@ -103,4 +102,4 @@ def test_a_revision_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     data = lt.DataConfig(dataset=[str(write_chats(tmp_path / "chats.jsonl"))], tokenizer=None)
     config = lt.ModelConfig(NAME, model_revision="absent")
     with pytest.raises(UserError, match="org/model@absent"):
-        tokenize_for_model(data, config, lt.ChatConfig())
+        lt.tokenize(data, chat=lt.ChatConfig(), model=config)

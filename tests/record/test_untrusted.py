@@ -25,7 +25,6 @@ from transformers import (
 from transformers.integrations import hub_kernels
 
 from llmtrain.data.config import DataConfig
-from llmtrain.data.prepare import tokenize
 from llmtrain.data.tokenizer import (
     as_pretrained,
     load_tokenizer,
@@ -46,6 +45,7 @@ from llmtrain.record.checkpoint import find_fault, newest_valid, read_state
 from llmtrain.record.resume import choose_folder
 from llmtrain.record.saver import write_model
 from llmtrain.record.tensor_files import read_tensors
+from llmtrain.training.rows import tokenize
 from tests.failing_calls import logging_calls, needs_failing_calls
 from tests.forked import run_forked
 from tests.launching import PYTHON, bound, read_json

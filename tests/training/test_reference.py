@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 from llmtrain.data.config import DataConfig, PairConfig
-from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.adapters import merged_model
@@ -29,6 +29,7 @@ from llmtrain.parallel.placement import place
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.record.saver import write_model
 from llmtrain.training.reference import with_reference
+from llmtrain.training.rows import tokenize
 from tests.launching import write_pairs
 
 CHUNK_ROWS = 64  # rows that are cached together

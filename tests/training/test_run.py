@@ -18,7 +18,7 @@ from torch import nn
 
 from llmtrain.cli import main
 from llmtrain.data.config import DataConfig
-from llmtrain.data.prepare import Tokenized, tokenize
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.parallel.ddp import ReplicatedEngine
@@ -29,6 +29,7 @@ from llmtrain.training import opening, run_state
 from llmtrain.training.opening import open_run
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.optimizer_state import OptimizerState
+from llmtrain.training.rows import tokenize
 from llmtrain.training.run import Run, RunSummary
 from llmtrain.training.settings import LogConfig, OptimConfig, RunConfig, Settings
 from tests.engines import engine_of, finish

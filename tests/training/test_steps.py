@@ -35,7 +35,7 @@ def rows_of(count: int, **attributes: Any) -> Any:
         "in_order": False,
         "metadata": metadata,
         "positions": 16,
-        "train_names": (),
+        "decided": {},
     }
     return SimpleNamespace(**{**rows, **attributes})
 
@@ -154,7 +154,7 @@ def test_a_value_that_is_neither_steps_nor_a_fraction_is_refused(flag: str, valu
 
 
 def test_the_default_micro_batch_and_the_data_sets_follow_the_rows() -> None:
-    rows = rows_of(98, positions=1024, train_names=("made by the recipe",))
+    rows = rows_of(98, positions=1024, decided={"dataset": ["made by the recipe"]})
     settings = settled(rows=rows)
     assert settings.data.per_device_train_batch_size == 4  # 4,096 tokens
     assert settings.data.dataset == ["made by the recipe"]
