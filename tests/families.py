@@ -26,5 +26,6 @@ def rows_of(tokenizer: Any, packed: bool = False, new_tokens: list[int] | None =
         is_packed=packed,
         stop_token_ids=(),
         new_tokens=new_tokens or [],
+        decided={},
         metadata=SimpleNamespace(dataset="nothing"),
     )

@@ -1,14 +1,13 @@
 """Settings of the data set, the global batch, chat data and preference data."""
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from llmtrain.config.flags import Config, flag, flags_of, require_at_least, require_at_most
 from llmtrain.data.formats import ConversationFormat, parse_columns
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
-from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import tokenizer_folder
 
 _MOST_DEFAULT_PROCESSES = 16  # that render conversations
@@ -49,13 +48,11 @@ class BatchConfig(Config):
         Args:
             row_tokens: the number of positions of a row.
         """
-        rows = self.per_device_train_batch_size
-        while rows > 1 and rows * row_tokens > _MICRO_BATCH_TOKENS:
-            rows = 1 << ((rows - 1).bit_length() - 1)
-        if rows < self.per_device_train_batch_size:
+        most_rows = max(_MICRO_BATCH_TOKENS // row_tokens, 1)
+        if most_rows < self.per_device_train_batch_size:
             self.set_default(
                 "per_device_train_batch_size",
-                rows,
+                1 << (most_rows.bit_length() - 1),
                 f"at most {_MICRO_BATCH_TOKENS:,} tokens in a micro-batch",
             )
 
@@ -245,13 +242,6 @@ class RowConfig(Config):
     def shares_prompts(self) -> bool:
         """Whether two answers follow one copy of their prompt."""
         return False
-
-    def fingerprint(self) -> JsonObject:
-        """Return everything that the rows depend on, except the text of the template."""
-        flags = asdict(self)
-        del flags["chat_template"]  # a path, whose file may change, or be moved
-        del flags["dataset_num_proc"]  # the rows are the same from any number of processes
-        return {**flags, "packing": self.is_packed, "share_prompts": self.shares_prompts}
 
 
 @dataclass

@@ -7,7 +7,6 @@ import numpy as np
 
 from llmtrain.console import is_or_are, pluralize, say
 from llmtrain.data.audit import COVERED_SHARE, Audit
-from llmtrain.data.chat_template import DEFAULT_TEMPLATE
 from llmtrain.data.readers import Source
 from llmtrain.data.request import DataRequest
 from llmtrain.data.tokenized import DataMetadata, Tokenized, short_names
@@ -55,8 +54,8 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
         say("eval", f"the eval data are {split}{' '.join(rows.eval_names)}")
     elif not is_cached:
         _describe_unread_splits(request.train)
-    if request.has_default_template:
-        say("default", f"--chat_template {DEFAULT_TEMPLATE} (the tokenizer has no chat template)")
+    for name, note in rows.notes:
+        say(name, note)
     assert rows.tokenizer is not None, "these rows were made with one"
     if request.chat is not None and rows.tokenizer.chat_template is None:
         say("template", "none: the rows are prompt, completion and EOS, as plain text")
@@ -89,9 +88,6 @@ def _describe_unread_splits(sources: Sequence[Source]) -> None:
 
 def _describe_task(request: DataRequest, metadata: DataMetadata) -> None:
     """Print what is trained, and how many conversations or pairs are left out and why."""
-    if request.chat is not None:
-        for note in request.notes:
-            say("packing", note)
     if not metadata.audit:
         say("task", "continued pretraining: the training records are text, not conversations")
         return

@@ -4,12 +4,17 @@ Everything that can be wrong with the flags is reported here, before any row is 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from llmtrain.config.flags import flags_of
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import NO_TEMPLATE, set_template, template_text
+from llmtrain.data.chat_template import (
+    DEFAULT_TEMPLATE,
+    NO_TEMPLATE,
+    set_template,
+    template_text,
+)
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.order import counts_per_period
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
@@ -35,7 +40,6 @@ class DataRequest:
         new_tokens: tokens that the chat template has added to it.
         stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
             them.
-        has_default_template: whether the tokenizer has no chat template and gets the default one.
         chat: how conversations or pairs become rows; ``None`` if all data sets are text.
         takes_conversations: whether the recipe trains on conversations or pairs, too, and not only
             on text.
@@ -44,7 +48,7 @@ class DataRequest:
         max_length: the length of the rows, or ``auto``.
         max_positions: the number of positions of the model, which ``auto`` does not exceed.
         decided: what the flags left open, by their names.
-        notes: why rows are not packed, for the log.
+        notes: lines about these decisions for the log, each with its name.
         digest: a hash of everything that the rows depend on, the name of their cache entry.
     """
 
@@ -53,7 +57,6 @@ class DataRequest:
     tokenizer: "tok.FastTokenizer | None"
     new_tokens: Sequence[int]
     stop_token_ids: Sequence[int]
-    has_default_template: bool
     chat: RowConfig | None
     takes_conversations: bool
     unpaired: bool
@@ -61,7 +64,7 @@ class DataRequest:
     max_length: int | Literal["auto"]
     max_positions: int | None
     decided: dict[str, Any]
-    notes: list[str]
+    notes: list[tuple[str, str]]
     digest: str
 
     @property
@@ -119,14 +122,21 @@ def make_request(
     _check_data_flags(config, has_own_records=own_source is not None)
 
     decided: dict[str, Any] = {}
-    notes: list[str] = []
+    packing_notes: list[str] = []
     if chat is not None and support is not None:
-        decided, notes = _decide_packing(chat, support)
+        decided, packing_notes = _decide_packing(chat, support)
         chat = chat.with_values(decided)
 
     sources = requested_sources(config, chat, own_source, unpaired)
     _check_record_flags(config, sources, chat)
-    decided["dataset"] = [each.source.name for each in sources if each.is_for_training]
+    training_sources = [requested for requested in sources if requested.is_for_training]
+    decided["dataset"] = [requested.source.name for requested in training_sources]
+    if max_length == "auto" and {requested.format for requested in training_sources} == {"text"}:
+        raise UserError(
+            f"--max_length auto is for conversations, but {sources[0].source.name} is text; give "
+            "the number of tokens in a row."
+        )
+
     row_config = None
     text_columns = ["input_ids", "position_ids"] if config.isolate_documents else ["input_ids"]
     if chat is not None and any(requested.format != "text" for requested in sources):
@@ -135,44 +145,37 @@ def make_request(
         # have the same ones.
         text_columns = TOKEN_COLUMNS if chat.is_packed else [*TOKEN_COLUMNS[:-1], LENGTHS]
 
-    training_formats = {requested.format for requested in sources if requested.is_for_training}
-    if max_length == "auto" and training_formats == {"text"}:
-        raise UserError(
-            f"--max_length auto is for conversations, but {sources[0].source.name} is text; give "
-            "the number of tokens in a row."
-        )
-
     tokenizer = None
     if not tok.is_trained(config.tokenizer):
         tokenizer = tok.load_tokenizer(config.tokenizer, trust_remote_code)
-    chat_template = None if row_config is None else row_config.chat_template
-    needing_template = [requested for requested in sources if requested.needs_template]
-    if row_config is not None:
-        _check_template(config, chat_template, needing_template)
-    stop_token_ids: list[int] = []
     new_tokens: list[int] = []
-    has_default_template = False
-    if row_config is not None and tokenizer is not None:
-        has_template = bool(chat_template or tokenizer.chat_template)
-        has_default_template = bool(needing_template) and not has_template
-        new_tokens = set_template(tokenizer, chat_template, is_plain_text=not needing_template)
-        stop_token_ids = tok.stop_token_ids_of(config.tokenizer)
+    stop_token_ids: list[int] = []
+    notes: list[tuple[str, str]] = []
+    if row_config is not None:
+        notes += [("packing", note) for note in packing_notes]
+        needing_template = [requested for requested in sources if requested.needs_template]
+        _check_template(config, row_config, needing_template)
+        if tokenizer is not None:
+            if needing_template and not (row_config.chat_template or tokenizer.chat_template):
+                reason = "the tokenizer has no chat template"
+                notes.append(("default", f"--chat_template {DEFAULT_TEMPLATE} ({reason})"))
+            new_tokens = set_template(
+                tokenizer, row_config.chat_template, is_plain_text=not needing_template
+            )
+            stop_token_ids = tok.stop_token_ids_of(config.tokenizer)
 
-    sorted(item for item in config.column_names.items() if item[0] != "text")
-    described_sources = []
-    for requested in sources:
-        described_sources.append(
-            {
-                "fingerprint": requested.source.fingerprint(),
-                "has_artificial_nulls": requested.source.has_artificial_nulls,
-                "split": requested.only_split,
-                "format": requested.format,
-                "text_field": requested.text_field,
-                "columns": sorted(
-                    item for item in config.column_names.items() if item[0] != "text"
-                ),
-            }
-        )
+    columns = sorted(item for item in config.column_names.items() if item[0] != "text")
+    described_sources = [
+        {
+            "fingerprint": requested.source.fingerprint(),
+            "has_artificial_nulls": requested.source.has_artificial_nulls,
+            "split": requested.only_split,
+            "format": requested.format,
+            "text_field": requested.text_field,
+            "columns": columns,
+        }
+        for requested in sources
+    ]
     # Everything that the rows depend on.
     entry = digest(
         {
@@ -185,8 +188,7 @@ def make_request(
             "tokenizer": config.tokenizer if tokenizer is None else tok.digest(tokenizer),
             "stop_token_ids": stop_token_ids,
             "text_columns": text_columns,
-            "rendering": None if row_config is None else row_config.fingerprint(),
-            "chat_template": template_text(chat_template) if chat_template else None,
+            "rendering": None if row_config is None else _rendering_of(row_config),
             "unpaired": unpaired,
         }
     )
@@ -196,7 +198,6 @@ def make_request(
         tokenizer=tokenizer,
         new_tokens=new_tokens,
         stop_token_ids=stop_token_ids,
-        has_default_template=has_default_template,
         chat=row_config,
         takes_conversations=chat is not None,
         unpaired=unpaired,
@@ -217,39 +218,33 @@ def _decide_packing(chat: RowConfig, support: PackingSupport) -> tuple[dict[str,
     """
     decided: dict[str, Any] = {}
     notes = []
-    examples = "pairs" if isinstance(chat, PairConfig) else "conversations"
     if chat.packing is None:
         decided["packing"] = support.packs
-        if support.problem:
-            notes.append(
-                f"{examples} are not packed: it is not known whether {support.class_name} keeps "
-                f"packed documents apart, because {support.problem} (--packing packs them)"
-            )
-        elif not support.packs:
-            notes.append(
-                f"{examples} are not packed: {support.class_name} lets the documents of a packed "
-                "row see each other"
-            )
-
+        if not support.packs:
+            examples = "pairs" if isinstance(chat, PairConfig) else "conversations"
+            notes.append(f"{examples} are not packed: {support.packing_problem}")
     is_packed = decided.get("packing", chat.packing)
     if isinstance(chat, PairConfig) and chat.share_prompts is None and is_packed:
         decided["share_prompts"] = support.shares_prompts
-        reason = f"{support.class_name} cannot share it between two answers"
-        if support.problem:
-            reason = (
-                f"it is not known whether {support.class_name} can share it between two answers, "
-                f"because {support.problem} (--share_prompts shares it)"
-            )
         if not support.shares_prompts:
-            notes.append(f"each answer has its own copy of the prompt: {reason}")
+            notes.append(f"each answer has its own copy of the prompt: {support.sharing_problem}")
     return decided, notes
 
 
+def _rendering_of(chat: RowConfig) -> dict[str, Any]:
+    """Return how records become rows, as far as these depend on it."""
+    flags = asdict(chat)
+    del flags["dataset_num_proc"]  # the rows are the same from any number of processes
+    if chat.chat_template:  # its file may change, or be moved
+        flags["chat_template"] = template_text(chat.chat_template)
+    return {**flags, "packing": chat.is_packed, "share_prompts": chat.shares_prompts}
+
+
 def _check_template(
-    config: DataConfig, chat_template: str | None, needing_template: list[RequestedSource]
+    config: DataConfig, chat: RowConfig, needing_template: list[RequestedSource]
 ) -> None:
     """Check that ``--chat_template`` and ``--tokenizer`` fit the records."""
-    if chat_template == NO_TEMPLATE and needing_template:
+    if chat.chat_template == NO_TEMPLATE and needing_template:
         raise UserError(
             "--chat_template none is for prompts with completions of plain text, but the records "
             f"of {needing_template[0].source.name} are conversations; use --chat_template chatml."

@@ -14,6 +14,11 @@ from llmtrain.data.readers import kind_of, suffix_of
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED
 
+_WRONG_COLUMNS = (
+    f"Tokenized.of: {', '.join(TOKEN_COLUMNS)} must be lists of integers, all of one length; pad "
+    "or pack them."
+)
+
 
 @dataclass
 class DataMetadata:
@@ -154,7 +159,7 @@ class Tokenized:
         in_order: draw the rows in the stored order instead of a permutation.
         eval_names: the names of the data sets that the eval rows may come from.
         decided: the values that :func:`llmtrain.tokenize` has chosen for flags, by their names.
-        notes: why rows are not packed, for the log.
+        notes: lines for the log about these values, each with its name.
     """
 
     train: TokenRows
@@ -166,7 +171,7 @@ class Tokenized:
     in_order: bool = False
     eval_names: Sequence[str] = ()
     decided: Mapping[str, Any] = field(default_factory=dict)
-    notes: Sequence[str] = ()
+    notes: Sequence[tuple[str, str]] = ()
 
     @property
     def vocabulary(self) -> int:
@@ -253,22 +258,17 @@ class Tokenized:
                 f"Tokenized.of: the training rows have {names[0]}, and the eval rows {names[1]}; "
                 "give both splits the same columns."
             )
-        widths = {_width(rows) for rows in splits}
-        width = widths.pop()
-        if width is None or width < 2 or widths:
-            raise UserError(
-                f"Tokenized.of: {', '.join(TOKEN_COLUMNS)} must be lists of integers, all of one "
-                "length; pad or pack them."
-            )
+        widths = {len(rows[0]["input_ids"]) for rows in splits}
+        if len(widths) > 1 or min(widths) < 2:
+            raise UserError(_WRONG_COLUMNS)
 
-        vocabulary = max(_check_tokens(rows, tokenizer) for rows in splits) + 1
         eval_rows = None if eval is None else splits[1]
         metadata = metadata_of(
             "rows made by the recipe",
             spec="none" if tokenizer is None else tokenizer.name_or_path,
             tokenizer=tokenizer,
-            vocabulary=vocabulary,
-            block_size=width - 1,
+            vocabulary=max(_largest_token(rows, tokenizer) for rows in splits) + 1,
+            block_size=min(widths) - 1,
             train=[_measure(splits[0])],
             eval=[] if eval_rows is None else [_measure(eval_rows, tokenizer)],
         )
@@ -289,38 +289,30 @@ def short_names(names: Sequence[str]) -> Sequence[str]:
 
 
 def _as_token_rows(rows: Rows) -> TokenRows:
-    """Return the columns of rows that a run reads."""
-    table = rows.data if isinstance(rows, TokenRows) else rows.with_format("arrow")[:]
-    return TokenRows(table.select([name for name in TOKEN_COLUMNS if name in table.column_names]))
+    """Return the columns of rows that a run reads.
 
-
-def _width(rows: TokenRows) -> int | None:
-    """Return the length of all lists of rows.
-
-    Returns:
-        The length; ``None`` if there are no ``input_ids``, or if a column holds no lists of
-        integers, lists with gaps, or lists of several lengths.
+    Raises:
+        UserError: if they are no lists of integers, have gaps, or have several lengths.
     """
     import pyarrow
     from pyarrow.compute import list_value_length
 
-    if "input_ids" not in rows.column_names:
-        return None
+    table = rows.data if isinstance(rows, TokenRows) else rows.with_format("arrow")[:]
+    table = table.select([name for name in TOKEN_COLUMNS if name in table.column_names])
     lengths: set[int | None] = set()
     kinds: set[str] = set()
     try:
-        for column in rows.data.columns:
+        for column in table.columns:
             lengths.update(list_value_length(column).unique().to_pylist())
-        if len(lengths) != 1:
-            return None
-        for column in rows.data.columns:
             kinds.update(matrix.dtype.kind for matrix in as_matrices(column))
     except (pyarrow.ArrowException, ValueError):
-        return None
-    return lengths.pop() if kinds == {"i"} else None
+        raise UserError(_WRONG_COLUMNS) from None
+    if "input_ids" not in table.column_names or len(lengths) != 1 or kinds != {"i"}:
+        raise UserError(_WRONG_COLUMNS)
+    return TokenRows(table)
 
 
-def _check_tokens(rows: TokenRows, tokenizer: "tok.FastTokenizer | None") -> int:
+def _largest_token(rows: TokenRows, tokenizer: "tok.FastTokenizer | None") -> int:
     """Return the largest token or label.
 
     Raises:
