@@ -123,8 +123,8 @@ def test_recipes_finetune_reads_every_flag(
         recipe["main"]([*common, *shlex.split(flags)])
 
     train(f"{new_model} --dataset {chats} --output_dir {tmp_path}/full")
-    with pytest.raises(UserError, match="--text_field is for text"):
-        train(f"{new_model} --dataset {chats} --text_field body --output_dir {tmp_path}/refused")
+    with pytest.raises(UserError, match="--columns text=body is for text"):
+        train(f"{new_model} --dataset {chats} --columns text=body --output_dir {tmp_path}/refused")
     train(f"{adapter} --dataset {text_file} --output_dir {tmp_path}/adapter")
 
     assert flags_of_recipe(recipe) - read_flags == set()

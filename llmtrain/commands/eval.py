@@ -17,7 +17,7 @@ EXAMPLES = (
     "llmtrain eval ORG/MODEL --dataset articles/ --max_length 2048 --json",
 )
 # Settings of a run that say how its records become rows.
-_DATA_SETTINGS = ("columns", "text_field", "text_suffixes", "isolate_documents")
+_DATA_SETTINGS = ("columns", "text_suffixes", "isolate_documents")
 _CHAT_SETTINGS = ("format", "turns", "overlong", "on_bad_row")
 
 

@@ -89,19 +89,14 @@ class DataConfig(BatchConfig):
     columns: list[str] = flag(
         [],
         "names of the fields in the data, as OURS=THEIRS: prompt=question completion=answer reads "
-        "the field question as the prompt; text=body does the same as --text_field body; data "
-        "sets that have none of the fields on the right stay as they are",
+        "the field question as the prompt, and text=body the field body as the text; data sets "
+        "that have none of the fields on the right stay as they are",
         metavar="OURS=THEIRS",
     )
     mixture: list[float] = flag(
         [],
         "sampling weight of each data set, in the order of --dataset: its share of the rows; the "
         "log shows its share of the target tokens, too (default: every row once per epoch)",
-        hidden=True,
-    )
-    text_field: str = flag(
-        "text",
-        "name of the field that holds the text, in files of records and in hub data sets",
         hidden=True,
     )
     text_suffixes: list[str] = flag(

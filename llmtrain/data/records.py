@@ -261,8 +261,8 @@ def text_of(fields: Fields, field: str) -> str:
     if field not in fields:
         names = ", ".join(map(str, fields))
         raise BadRecord(
-            f"no field '{field}'; the record has {names}. Name the field that holds the text with "
-            "--text_field, or the fields of conversations with --columns, such as prompt=question "
+            f"no field '{field}'; the record has {names}. Rename fields with --columns: that of "
+            "a text, such as text=body, or those of conversations, such as prompt=question "
             "completion=answer"
         )
     text = fields[field]

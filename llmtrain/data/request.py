@@ -272,14 +272,6 @@ def _check_data_flags(config: DataConfig, has_own_records: bool) -> None:
             "data; leave one of them out."
         )
 
-    has_text_field = config.is_set("text_field") or config.text_field != "text"
-    text_column = config.column_names.get("text")
-    if text_column and has_text_field:
-        raise UserError(
-            f"--columns text={text_column} and --text_field {config.text_field} both name the "
-            "field that holds the text; leave one of them out."
-        )
-
 
 def _check_record_flags(
     config: DataConfig, sources: list[RequestedSource], chat: RowConfig | None
@@ -311,7 +303,6 @@ def _check_record_flags(
         kind = "preference data" if isinstance(chat, PairConfig) else "conversations"
         are_set = {
             f"--columns text={columns.get('text')}": "text" in columns,
-            "--text_field": config.is_set("text_field"),
             "--isolate_documents": config.isolate_documents,
         }
         for flag, is_set in are_set.items():

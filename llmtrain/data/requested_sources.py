@@ -96,7 +96,7 @@ def requested_sources(
         train = [own_source]
 
     columns = config.column_names
-    text_field = columns.pop("text", config.text_field)
+    text_field = columns.pop("text", "text")
     requested = []
     for number, source in enumerate(_rename_columns([*train, *eval], columns)):
         only_split: Split | None = None

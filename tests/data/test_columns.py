@@ -145,9 +145,3 @@ def test_a_wrong_column_is_an_error_that_names_it(tmp_path, format, columns, hin
 
     assert hint.replace("PATH", str(path)) in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_columns_and_text_field_that_both_name_the_text_are_an_error(tmp_path):
-    path = write(tmp_path / "a.jsonl", {"body": "some words"})
-    with pytest.raises(UserError, match="--columns text=body and --text_field body"):
-        tokenize_file(path, "text", ["text=body"], text_field="body")

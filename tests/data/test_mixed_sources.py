@@ -92,8 +92,7 @@ def test_flags_of_conversations_and_of_text_apply_to_their_own_source(
     body_file = write_records(tmp_path / "body.jsonl", [{"body": text} for text in TEXTS])
     chat_config = ChatConfig(turns="last")
     from_command_line(chat_config, "turns")
-    data = data_config(chat_file, body_file, text_field="body")
-    from_command_line(data, "text_field")
+    data = data_config(chat_file, body_file, columns=["text=body"])
 
     mixed = tokenize(data, BLOCK, chat_config)
     conversations, text = rows_by_source(mixed)
@@ -195,6 +194,5 @@ def test_a_flag_of_the_other_kind_is_an_error(chat_file, text_file):
     from_command_line(chat_config, "turns")
     assert complaint(data_config(text_file), BLOCK, chat_config).startswith("--turns ")
 
-    data = data_config(chat_file, text_field="body")
-    from_command_line(data, "text_field")
-    assert complaint(data, BLOCK, ChatConfig()).startswith("--text_field ")
+    data = data_config(chat_file, columns=["text=body"])
+    assert complaint(data, BLOCK, ChatConfig()).startswith("--columns text=body ")

@@ -393,7 +393,7 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path):
         pytest.param({"tokenizer": "bpe:258"}, id="vocabulary"),
         pytest.param({"block_size": BLOCK + 1}, id="block size"),
         pytest.param({"eval_fraction": 0.4}, id="eval fraction"),
-        pytest.param({"text_field": "body"}, id="text field"),
+        pytest.param({"columns": ["text=body"]}, id="text field"),
         pytest.param({"isolate_documents": True}, id="isolated documents"),
     ],
 )

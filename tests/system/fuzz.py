@@ -42,7 +42,7 @@ NASTY_VALUES += ["\x07", "9" * 30, "1" * 5000, "\N{PILE OF POO}"]
 # All flags but --max_steps, which is no mistake if it is large, and --output_dir, which could name
 # a folder of somebody else.
 GPT_FLAGS = shlex.split("""
-    n_layer n_head n_embd block_size dropout gradient_checkpointing dataset mixture text_field
+    n_layer n_head n_embd block_size dropout gradient_checkpointing dataset mixture
     dataset_train_split dataset_test_split eval_dataset columns isolate_documents eval_fraction
     tokenizer global_batch_size per_device_train_batch_size optim learning_rate lr_scheduler_type
     warmup_steps weight_decay adam_beta1 adam_beta2 max_grad_norm ddp_bucket_cap_mb ddp_timeout
