@@ -189,13 +189,13 @@ def _make(folder: Path, request: DataRequest) -> None:
             encoded.append(source)
 
         covering = covering_length(np.concatenate([one.lengths("train") for one in encoded]))
-        length = request.max_length
-        if length == "auto":
+        if request.max_length == "auto":
             # If there are no examples, writing the rows reports that, whatever their length.
-            auto_length = max(covering, 1)
+            length = max(covering, 1)
             if request.max_positions is not None:
-                auto_length = min(auto_length, request.max_positions)
-            length = auto_length
+                length = min(length, request.max_positions)
+        else:
+            length = request.max_length
         if tok.is_trained(spec):
             tokenizer.model_max_length = length
         train, eval = _write_rows(working, request, encoded, length)

@@ -237,7 +237,7 @@ def _rendering_of(chat: RowConfig) -> dict[str, Any]:
     del flags["dataset_num_proc"]  # the rows are the same from any number of processes
     if chat.chat_template:  # its file may change, or be moved
         flags["chat_template"] = template_text(chat.chat_template)
-    return {**flags, "packing": chat.is_packed, "share_prompts": chat.shares_prompts}
+    return flags
 
 
 def _check_template(

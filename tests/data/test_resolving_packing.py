@@ -1,5 +1,6 @@
 """Rows are packed if the model class is known to keep documents apart."""
 
+import copy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,7 +43,10 @@ def prepare_rows(
         "--tokenizer byte --chat_template chatml --block_size 100 --eval_fraction 0"
     )
     settings = lt.parse(recipe.DEFAULTS, f"{common} {flags}".split())
-    return settings, recipe.tokenized(settings)
+    sections = copy.deepcopy([settings.data, settings.model, settings.chat])
+    rows = recipe.tokenized(settings)
+    assert [settings.data, settings.model, settings.chat] == sections, "they stay as they are"
+    return settings, rows
 
 
 # --- the verdict on a class
@@ -73,7 +77,6 @@ def test_the_verdict_on_a_class_decides_and_is_logged(
     place(accelerator, recipe.build(settings, rows, "no"))
 
     assert rows.decided["packing"] is rows.is_packed is is_packed
-    assert settings.chat.packing is None
     assert rows.metadata.shared == is_shared
     assert (rows.metadata.train_rows < 12) == is_packed
     log = log_lines(capsys, "packing")
