@@ -123,7 +123,7 @@ def test_recipes_finetune_reads_every_flag(
         recipe["main"]([*common, *shlex.split(flags)])
 
     train(f"{new_model} --dataset {chats} --output_dir {tmp_path}/full")
-    with pytest.raises(UserError, match="--columns text=body is for text"):
+    with pytest.raises(UserError, match="--columns text=body has no effect"):
         train(f"{new_model} --dataset {chats} --columns text=body --output_dir {tmp_path}/refused")
     train(f"{adapter} --dataset {text_file} --output_dir {tmp_path}/adapter")
 

@@ -266,52 +266,37 @@ def _check_data_flags(config: DataConfig, has_own_records: bool) -> None:
             if config.is_set(name):
                 raise UserError(f"--{name}: this recipe has its own data; leave the flag out.")
     if config.has_own_eval_data and config.is_set("eval_fraction"):
-        flag = "--eval_dataset" if config.eval_dataset else "--dataset_test_split"
         raise UserError(
-            f"--eval_fraction keeps a share of --dataset for evaluation, but {flag} names the eval "
-            "data; leave one of them out."
+            "--eval_fraction keeps a share of --dataset for evaluation, but --eval_dataset or "
+            "--dataset_test_split names the eval data; leave one of them out."
         )
 
 
 def _check_record_flags(
     config: DataConfig, sources: list[RequestedSource], chat: RowConfig | None
 ) -> None:
-    """Check the flags that are for text, or only for other records.
-
-    Raises:
-        UserError: if such a flag is set and has no effect, or if it does not fit the others.
-    """
-    name = sources[0].source.name
-    columns = config.column_names
+    """Raise :class:`UserError` if a flag is set that has no effect on such records."""
     formats = {requested.format for requested in sources}
+    columns = config.column_names
+    kind = "text"
+    flags = []
     if formats == {"text"}:
-        for flag in flags_of(ChatConfig):
-            if flag != "format" and chat is not None and chat.is_set(flag):
-                raise UserError(
-                    f"--{flag} is for conversations, but {name} is text; leave it out, or see "
-                    "--format."
-                )
-        for ours, theirs in columns.items():
-            if ours != "text":
-                raise UserError(
-                    f"--columns {ours}={theirs}: {name} is read as text, which has no field "
-                    f"'{ours}'; rename all fields of a format of conversations, or write "
-                    f"text={theirs}."
-                )
-
-    if "text" not in formats:
+        flags = [f"--columns {ours}={columns[ours]}" for ours in columns if ours != "text"]
+        if chat is not None:
+            flags += [f"--{name}" for name in flags_of(ChatConfig) if chat.is_set(name)]
+    elif "text" not in formats:
         kind = "preference data" if isinstance(chat, PairConfig) else "conversations"
-        are_set = {
-            f"--columns text={columns.get('text')}": "text" in columns,
-            "--isolate_documents": config.isolate_documents,
-        }
-        for flag, is_set in are_set.items():
-            if is_set:
-                raise UserError(f"{flag} is for text, but {name} holds {kind}; leave it out.")
+        if "text" in columns:
+            flags.append(f"--columns text={columns['text']}")
+        if config.isolate_documents:
+            flags.append("--isolate_documents")
+    elif config.isolate_documents and chat is not None and not chat.is_packed:
+        kind = "text and conversations in rows that are not packed"
+        flags.append("--isolate_documents")
 
-    is_mixed = "text" in formats and len(formats) > 1
-    if config.isolate_documents and is_mixed and chat is not None and not chat.is_packed:
+    useless = [flag for flag in flags if flag != "--format"]
+    if useless:
         raise UserError(
-            "--isolate_documents needs packed rows if text and conversations are mixed, and this "
-            "run does not pack them; leave --isolate_documents out."
+            f"{useless[0]} has no effect, because {sources[0].source.name} holds {kind}; leave it "
+            "out, or see --format and --columns."
         )
