@@ -67,21 +67,17 @@ def train_tokenizer(
     if kind == "char":
         return _char_tokenizer(all_texts())
 
-    vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *_BYTES])}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    if kind == "byte":
-        tokenizer.add_special_tokens([END_OF_TEXT])
-        return tokenizer
-
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=_BYTES,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(train, trainer)
+    # Without texts there are no merges, so every token is a byte.
+    tokenizer.train_from_iterator(train if kind == "bpe" else [], trainer)
     return tokenizer
 
 
