@@ -68,22 +68,18 @@ def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
     mask = _U64((1 << half_bits) - 1)
     round_keys = [_U64(key_of(key, i)) for i in range(_ROUNDS)]
 
-    def feistel(x: np.ndarray) -> np.ndarray:
-        left = x >> shift
-        right = x & mask
-        for round_key in round_keys:
-            mixed = mix(right ^ round_key) & mask
-            left, right = right, left ^ mixed
-        x = (left << shift) | right
-        return x
-
+    rows = np.array(positions, _U64)
+    outside = np.ones(rows.shape, bool)
     with np.errstate(over="ignore"):  # the arithmetic is modulo 2**64
-        rows = feistel(np.atleast_1d(positions).astype(_U64))
-        outside = rows >= n
         while outside.any():
-            rows[outside] = feistel(rows[outside])
+            left = rows[outside] >> shift
+            right = rows[outside] & mask
+            for round_key in round_keys:
+                mixed = mix(right ^ round_key) & mask
+                left, right = right, left ^ mixed
+            rows[outside] = (left << shift) | right
             outside = rows >= n
-    return rows.astype(np.int64).reshape(np.shape(positions))
+    return rows.astype(np.int64)
 
 
 class Mixture:
@@ -246,19 +242,19 @@ class GlobalBatchSampler:
         positions = np.arange(block * size, (block + 1) * size)
         if self.mixture is None:
             positions = positions[positions < self.n]
-        full_batches = np.arange(self.batch_size, len(positions), self.batch_size)
+        borders = np.arange(self.batch_size, len(positions), self.batch_size)
         if self.seed is None:
-            return np.split(positions, full_batches)
+            return np.split(positions, borders)
 
         if self.mixture is not None:
             rows = self.mixture.rows_at(positions, self.seed)
         else:
             rows = permute(positions, self.n, key_of(self.seed, epoch))
         if self.lengths is None:
-            return np.split(rows, full_batches)
+            return np.split(rows, borders)
 
         # The key of four numbers differs from all keys of orders of rows, which have two or three.
-        key = key_of(self.seed, epoch, block, len(full_batches) + 1)
+        key = key_of(self.seed, epoch, block, len(borders) + 1)
         ascending = rows[np.argsort(self.lengths[rows], kind="stable")]
         return _drawn_batches(ascending, self.batch_size, key)
 
