@@ -92,10 +92,9 @@ def set_template(
 
     Args:
         tokenizer: the tokenizer.
-        chat_template: the value of ``--chat_template``: ``chatml`` or a file; ``none`` removes the
-            tokenizer's own template, and ``None`` keeps it, or sets chatml if it has none.
-        is_plain_text: the data are prompts and completions of plain text, which can be trained
-            without a template.
+        chat_template: ``chatml`` or a file; ``none`` removes the tokenizer's own template, and
+            ``None`` keeps it, or sets chatml if it has none.
+        is_plain_text: the data are plain text, which can be trained without a template.
 
     Returns:
         The tokens that were added to the vocabulary. A model needs rows for them.
@@ -352,9 +351,6 @@ class ChatTemplate:
 
         A template may end the last turn of a conversation with other tokens than the turns before
         it, so the end of a first turn and that of the last of two answers are looked at.
-
-        Args:
-            stop_token_ids: the stop tokens in the model's ``generation_config.json``.
         """
         # An id that is no added token is left out. Either it is an ordinary token, which messages
         # may hold, or the tokenizer does not have it.

@@ -71,15 +71,8 @@ class Rendered(NamedTuple):
     Attributes:
         sequences: the token sequences. Each assistant turn of a conversation is a target in one of
             them; each answer of a preference record has its own.
-        counts: what happened to its turns and messages:
-
-            - ``untrained_turns``: turns that are in no sequence, because their weight is 0 or the
-              template shows them differently from the way it prompts for them.
-            - ``hidden_turns``: turns whose reasoning, or whose text next to a call, the template
-              does not show.
-            - ``special_as_text``: special tokens in messages that are encoded as text.
-            - :data:`llmtrain.data.turns.THINKING_COUNTS`: turns by the setting with which they are
-              prompted for.
+        counts: ``special_as_text``, the number of special tokens in messages that are encoded as
+            text, and the counts of :meth:`llmtrain.data.turns.TurnFinder.turns`.
     """
 
     sequences: list[TokenSequence]
@@ -89,13 +82,11 @@ class Rendered(NamedTuple):
 class Renderer:
     """Renders conversations and preference records, with the chat template of the tokenizer.
 
-    Each assistant turn is a prompt and a target; see :mod:`llmtrain.data.turns`. Turns share a
-    sequence if the tokens of each next prompt begin with those of the sequence so far. If they do
-    not, because the template changes what came before (it may drop earlier reasoning), a turn gets
-    its own sequence. If the template has ``{% generation %}`` blocks, only their text is trained. A
-    token is trained if all its characters are in a block.
-
-    Special tokens in messages are encoded as ordinary text.
+    Turns share a sequence if the tokens of each next prompt begin with those of the sequence so
+    far. If they do not, because the template changes what came before (it may drop earlier
+    reasoning), a turn gets its own sequence. If the template has ``{% generation %}`` blocks, only
+    tokens all of whose characters are in a block are trained. Special tokens in messages are
+    encoded as ordinary text.
 
     Args:
         tokenizer: a tokenizer with a chat template.
@@ -178,8 +169,7 @@ class Renderer:
         Args:
             messages: the conversation.
             tools: the tools that it may call.
-            thinking: ask for an answer with or without reasoning, if the template can. ``None``:
-                leave that to the template.
+            thinking: whether to ask for reasoning; ``None`` leaves that to the template.
 
         Raises:
             BadRecord: if the chat template refuses the conversation, or its text cannot be used.
@@ -294,12 +284,8 @@ class PromptCompletionRenderer:
     """Makes a token sequence of a prompt, its completion and EOS, without a chat template.
 
     It has the interface of :class:`Renderer`. A sequence begins with BOS if the tokenizer begins
-    every text with it. Only the completion and EOS are trained. Special tokens in the texts are
-    encoded as ordinary text, except for one EOS at the end of a completion, which is the EOS of the
-    sequence.
-
-    Args:
-        tokenizer: the tokenizer.
+    every text with it. Special tokens in the texts are encoded as ordinary text, except for one EOS
+    at the end of a completion, which is the EOS of the sequence.
     """
 
     def __init__(self, tokenizer: FastTokenizer) -> None:

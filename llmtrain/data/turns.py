@@ -92,7 +92,9 @@ class TurnFinder:
         Args:
             is_trained: whether the weight of each message lets it be trained.
             after: the number of messages at the beginning that are not trained.
-            counts: the counts of :class:`llmtrain.data.render.Rendered`, which are updated.
+            counts: is updated: ``untrained_turns``, whose weight is 0 or which the template shows
+                differently from the way it prompts for them; ``hidden_turns``, whose reasoning or
+                text next to a call it does not show; and :data:`THINKING_COUNTS`.
 
         Raises:
             BadRecord: if the template shows nothing of a turn, if a turn follows another one, or if
