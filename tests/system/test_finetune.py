@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.cli import main
 from llmtrain.errors import UserError
+from llmtrain.training.steps import settle
 from recipes import finetune
 from tests.command_line import run_cli
 from tests.families import FAMILIES
@@ -305,9 +306,9 @@ def test_settings_of_a_program_have_the_model_and_the_learning_rate_of_a_run(
         settings.optim.set(learning_rate=learning_rate)
 
     rows = finetune.tokenized(settings)
-    assert settings.model.model_name_or_path == str(base / "model")
+    assert settings.model.model_name_or_path == str(base)
     assert settings.optim.learning_rate == expected
 
-    settings.model.model_name_or_path = str(base)
     finetune.build(settings, rows, "no")
+    settle(settings, rows)
     assert settings.model.model_name_or_path == str(base / "model")
