@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llmtrain.data.packing import Examples, TokenRows, TokenStore, WrittenRows, write_rows
+from llmtrain.data.audit import SplitStats
+from llmtrain.data.packing import Examples, TokenRows, TokenStore, write_rows
 
 # The tokens of a prompt and of two answers, and whether the first answer is desirable.
 TokenPair = tuple[list[int], list[int], list[int], bool]
@@ -13,7 +14,7 @@ TokenPair = tuple[list[int], list[int], list[int], bool]
 
 def write_pair_rows(
     path: Path, pairs: Iterable[TokenPair], width: int, share_prompts: bool, packing: bool = True
-) -> tuple[TokenRows, WrittenRows]:
+) -> tuple[TokenRows, SplitStats]:
     """Write pairs as rows, and read them back.
 
     Args:
@@ -39,7 +40,7 @@ def write_pair_rows(
     examples = Examples(
         sequences=np.arange(len(store)).reshape(-1, 2),
         starts=starts,
-        stops=store.lengths.reshape(-1, 2),
+        stops=np.diff(store.bounds).reshape(-1, 2),
         is_first_desirable=np.array(is_first_desirable),
     )
     written = write_rows(path, store, examples, width=width, packing=packing)

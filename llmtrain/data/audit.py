@@ -88,11 +88,6 @@ class Audit:
             return {}
         return {REASONING_OPTION: settings[0]}
 
-    @property
-    def lacking(self) -> str:
-        """What untrained examples lack, in words."""
-        return "a difference" if self.unit == "pair" else "a target token"
-
     def left_out(self) -> str:
         """Return one line that says how many examples are kept, and why the rest is not."""
         overlong = f"{self.overlong:,} overlong"
@@ -100,10 +95,10 @@ class Audit:
             outcome = "truncated" if self.truncated else "dropped"
             share = self.lost_tokens / (self.tokens + self.lost_tokens)
             overlong += f" {outcome} ({share:.1%} of the tokens)"
-        bad = pluralize(self.bad, "bad one")
+        lacking = "a difference" if self.unit == "pair" else "a target token"
         return (
             f"{self.kept:,} of {pluralize(self.examples + self.bad, 'example')}: {overlong}, "
-            f"{self.untrained:,} without {self.lacking} and {bad} left out"
+            f"{self.untrained:,} without {lacking} and {pluralize(self.bad, 'bad one')} left out"
         )
 
     def remedy(self, max_length: int, lengths: np.ndarray, first_fault: str) -> str:
@@ -115,10 +110,9 @@ class Audit:
             first_fault: the first bad record, and what is wrong with it.
         """
         if self.overlong:
-            others = "" if self.truncated else ", or set --overlong truncate"
             return (
                 f"raise --max_length {max_length} to {covering_length(lengths)}, if the model has "
-                f"as many positions{others}"
+                "as many positions"
             )
         if self.untrained_turns:
             return self._untrained()
@@ -170,33 +164,31 @@ class SplitStats(NamedTuple):
     """Counts and the hash of the rows that were written for one split of a source.
 
     Attributes:
-        records: documents, conversations or preference records that could be read.
         rows: rows.
         targets: target tokens.
-        bytes: UTF-8 bytes of the target tokens' text.
-        sha256: a hex digest of the tokens.
-        audit: counts of the conversations or pairs; ``None`` for text.
+        sha256: a hex digest of the tokens, of their loss mask and of how they became rows.
         pairs: the largest number of pairs in a row; 0 unless the rows hold preference data.
+        records: documents, conversations or preference records that could be read.
+        bytes: UTF-8 bytes of the target tokens' text.
+        audit: counts of the conversations or pairs; ``None`` for text.
     """
 
-    records: int
     rows: int
     targets: int
-    bytes: int
     sha256: str
-    audit: Audit | None = None
     pairs: int = 0
+    records: int = 0
+    bytes: int = 0
+    audit: Audit | None = None
 
 
 def total_audit(audits: Sequence[Audit]) -> Audit:
     """Return the sums of the counts of several sources."""
-    total = Audit(audits[0].unit)
-    for audit in audits:
-        for field in fields(Audit):
-            if field.name != "unit":
-                count = getattr(total, field.name) + getattr(audit, field.name)
-                setattr(total, field.name, count)
-    return total
+    totals: dict[str, int] = {}
+    for field in fields(Audit):
+        if field.name != "unit":
+            totals[field.name] = sum(getattr(audit, field.name) for audit in audits)
+    return Audit(audits[0].unit, **totals)
 
 
 def covering_length(lengths: np.ndarray) -> int:

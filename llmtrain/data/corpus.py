@@ -46,13 +46,7 @@ from tqdm import tqdm
 from llmtrain.console import can_show_bars, check_interrupt
 from llmtrain.data.audit import SplitStats
 from llmtrain.data.examples import EncodedSource
-from llmtrain.data.packing import (
-    LENGTHS,
-    TOKENS_PER_BATCH,
-    TokenStore,
-    WrittenRows,
-    create_row_file,
-)
+from llmtrain.data.packing import LENGTHS, TOKENS_PER_BATCH, TokenStore, create_row_file
 from llmtrain.data.records import Documents, Split
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
 from llmtrain.errors import UserError, first_line
@@ -137,7 +131,7 @@ class EncodedCorpus(EncodedSource):
             leave=False,
             disable=not can_show_bars(),
         )
-        for number, _, _, text in bar:
+        for number, _, text in bar:
             assert text is not None, "a bad document is an error"
             if text == longest:
                 copies.append(number)
@@ -148,7 +142,7 @@ class EncodedCorpus(EncodedSource):
             else:
                 self._add([number], text)
 
-        if self.division.is_cut.any():
+        if self.documents.is_cut:
             self._add(copies, self.documents.cut(longest, "train"))
             self._add(copies, self.documents.cut(longest, "eval"))
         else:
@@ -168,15 +162,15 @@ class EncodedCorpus(EncodedSource):
     def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
         """Write the rows of a split, which hold ``max_length + 1`` tokens."""
         sequences = self._sequences_in(split)
-        size = int(np.array(self._bytes, np.int64)[sequences].sum())
-        if size == 0:
-            sequences = sequences[:0]
-        records = len(sequences)
+        is_counted = self.documents.is_in[split]
         if split == "train":  # a document that is cut counts as eval data
-            records -= int((self.division.is_cut & self.division.is_train).sum())
+            is_counted = is_counted & ~self.documents.is_in["eval"]
         end = self._end if len(sequences) else np.empty(0, np.int32)
         written = write_stream(path, self.store, sequences, end, max_length, self.columns)
-        return SplitStats(records=records, bytes=size, **written._asdict())
+        return written._replace(
+            records=int(is_counted.sum()),
+            bytes=int(np.array(self._bytes, np.int64)[sequences].sum()),
+        )
 
     # --- from documents to the store
 
@@ -220,9 +214,9 @@ class EncodedCorpus(EncodedSource):
     def _sequences_in(self, split: Split) -> np.ndarray:
         """Return the numbers of the sequences of a split, in the order of the documents."""
         documents = np.array(self._documents, np.int64)
-        is_in = self.division.is_in(split)[documents]
-        cut_documents = int(self.division.is_cut.sum())
-        if cut_documents:
+        is_in = self.documents.is_in[split][documents]
+        if self.documents.is_cut:
+            cut_documents = int(self.documents.is_in["eval"].sum())
             is_eval_part = np.arange(len(documents)) >= len(documents) - cut_documents
             is_in &= is_eval_part == (split == "eval")
         sequences = np.flatnonzero(is_in)
@@ -249,7 +243,7 @@ def write_stream(
     end: np.ndarray,
     block_size: int,
     columns: Sequence[str],
-) -> WrittenRows:
+) -> SplitStats:
     """Write documents as one stream, in rows that overlap by one token.
 
     Args:
@@ -260,8 +254,8 @@ def write_stream(
         block_size: a row holds one token more.
         columns: the columns of the rows.
     """
-    stops = store.stops[sequences]
-    lengths = store.lengths[sequences]
+    stops = store.bounds[1:][sequences]
+    lengths = np.diff(store.bounds)[sequences]
     begins = np.cumsum(lengths) - lengths  # of each document in the stream
     offsets = stops - lengths - begins  # from its indices in the stream to those in the store
     tokens = int(lengths.sum()) + len(end)
@@ -296,7 +290,7 @@ def write_stream(
             write(values)
 
     digest = _digest_of_stream(store, stops, lengths, end, are_isolated)
-    return WrittenRows(rows=rows, targets=targets, sha256=digest)
+    return SplitStats(rows=rows, targets=targets, sha256=digest)
 
 
 def _digest_of_stream(

@@ -7,7 +7,8 @@ is written as rows. There are three kinds: conversations here, pairs of answers 
 
 import array
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +21,7 @@ from llmtrain.data.config import RowConfig
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Examples, TokenStore, write_rows
-from llmtrain.data.records import Division, ReadRecord, Records, Split
+from llmtrain.data.records import ReadRecord, Records, Split
 from llmtrain.data.render import AnyRenderer, Rendered, TokenSequence
 from llmtrain.data.rendering_pool import render_all
 from llmtrain.data.turns import THINKING_COUNTS
@@ -30,9 +31,10 @@ R = TypeVar("R", Conversation, PreferenceRecord)
 
 # The counts of a rendered record that are kept.
 _RENDERED = ("untrained_turns", "hidden_turns", "special_as_text", *THINKING_COUNTS.values())
-# The columns of a table of turns: the fields of a TurnEnd, and the number of turns up to there.
-_LENGTH, _TARGETS, _BYTES, _ENDED, _TURNS = range(5)
-_COLUMNS = 5
+# The columns of a table of turns: the sequence, the fields of a TurnEnd, and the number of turns of
+# the sequence up to there.
+_SEQUENCE, _LENGTH, _TARGETS, _BYTES, _ENDED, _TURNS = range(6)
+_COLUMNS = 6
 
 
 class EncodedSource(ABC):
@@ -42,33 +44,21 @@ class EncodedSource(ABC):
         records: the records.
         folder: the folder of the temporary file.
 
-    Attributes:
-        division: the splits of the records, once all are read.
-        needs_division: whether the splits must be known before.
     """
-
-    division: Division
 
     def __init__(self, records: Records[Any], folder: Path) -> None:
         self.records = records
         self.store = TokenStore(folder / "tokens")
-        self.needs_division = records.max_train_samples is not None
 
     def close(self) -> None:
         """Delete the temporary file."""
         self.store.close()
 
     def read(self) -> Iterator[ReadRecord[Any]]:
-        """Yield the records of both splits, and divide them at the end, or before if need be."""
-        if self.needs_division:
-            self.division = self.records.division
-            yield from self.records.read(self.division)
-            return
-        measures = array.array("d")
-        for read in self.records.read():
-            measures.extend(read.measures)
-            yield read
-        self.division = self.records.divide(measures)
+        """Return the records. Their splits are known at the end, or before if they are limited."""
+        if self.records.max_train_samples is not None:
+            self.records.divide()
+        return self.records.read()
 
     @abstractmethod
     def encode(self) -> None:
@@ -129,7 +119,6 @@ class EncodedExamples(EncodedSource, Generic[R]):
         self._bad = array.array("q")  # the numbers of bad records
         self._records = array.array("q")  # the number of the record of each example
         self._turns = array.array("q")  # a table with a row for each turn of each sequence
-        self._last_turns = array.array("q")  # the row of the last turn of each sequence
         # A table of the counts that are not 0: the number of a record, of a name, and the count.
         self._counts = array.array("q")
 
@@ -171,36 +160,34 @@ class EncodedExamples(EncodedSource, Generic[R]):
         """Store the parts of an example of a record, given the number of the record."""
         self._records.append(record)
         for sequence in sequences:
+            number = len(self.store)
             self.store.add(sequence.ids, sequence.loss_mask)
             for turns, turn_end in enumerate(sequence.turn_ends, start=1):
-                self._turns.extend(turn_end)
-                self._turns.append(turns)
-            self._last_turns.append(len(self._turns) // _COLUMNS - 1)
+                self._turns.extend((number, *turn_end, turns))
 
     def lengths(self, split: Split) -> np.ndarray:
         """Return the smallest ``--max_length`` that holds each example, int64 [examples]."""
-        return self._lengths_of(self._ends(self._select(split)))
+        return self._lengths_of(self.ends()[self._sequences_in(split)])
 
     def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
         """Write the rows of a split; see :class:`EncodedSource`."""
-        selected = self._select(split)
-        complete = self._ends(selected)
+        sequences = self._sequences_in(split)
+        complete = self.ends()[sequences]
         width = max_length + self.tokens_beyond
         is_overlong = self._lengths_of(complete) > max_length
         is_dropped = is_overlong & (self.config.overlong == "drop")
         if self.config.overlong == "error" and is_overlong.any():
-            raise self._overlong_error(selected, complete, max_length)
+            raise self._overlong_error(split, is_overlong, max_length)
 
         ends = complete.copy()
         is_cut = (complete[..., _LENGTH] > width) & ~is_dropped[:, None]
-        for example, part in np.argwhere(is_cut).tolist():
-            ends[example, part] = self.truncated(self.parts * selected[example] + part, width)
+        ends[is_cut] = self.truncated(sequences[is_cut], width)
         lengths = ends[..., _LENGTH]
         have_targets = (ends[:, : self.own_parts, _TARGETS] > 0).all(axis=1)
-        is_trained = have_targets & ~self.are_same(selected, lengths)
+        is_trained = have_targets & ~self.are_same(sequences, lengths)
         is_kept = is_trained & ~is_dropped
 
-        examples = self.examples_of(selected[is_kept], lengths[is_kept])
+        examples = self.examples_of(sequences[is_kept], lengths[is_kept])
         written = write_rows(
             path,
             self.store,
@@ -211,7 +198,7 @@ class EncodedExamples(EncodedSource, Generic[R]):
         )
 
         audit = self._audit_of_records(split)
-        audit.examples += len(selected)
+        audit.examples += len(sequences)
         audit.dropped = int(is_dropped.sum())
         audit.truncated = int((is_overlong & ~is_dropped).sum())
         audit.untrained += int((~is_trained & ~is_dropped).sum())
@@ -226,55 +213,67 @@ class EncodedExamples(EncodedSource, Generic[R]):
         audit.turns = int(ends[is_kept, :, _TURNS].sum())
         audit.ended_turns = int(ends[is_kept, :, _ENDED].sum())
         self._check(audit, split, max_length)
-        return SplitStats(
+        return written._replace(
             records=audit.records - audit.bad,
             bytes=int(ends[is_kept, :, _BYTES].sum()),
             audit=audit,
-            **written._asdict(),
         )
 
-    @abstractmethod
-    def truncated(self, sequence: int, width: int) -> Sequence[int]:
-        """Return the row of the table of turns at which a sequence ends in ``width`` tokens."""
+    def ends(self, max_tokens: int | None = None) -> np.ndarray:
+        """Return the last turn of each sequence, int64 [sequences, columns].
 
-    def are_same(self, examples: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        Args:
+            max_tokens: the turn must have a target and end in so many tokens. The row of a sequence
+                without such a turn is 0.
+        """
+        turns = np.array(self._turns, np.int64).reshape(-1, _COLUMNS)
+        if max_tokens is not None:
+            turns = turns[(turns[:, _LENGTH] <= max_tokens) & (turns[:, _TARGETS] > 0)]
+        ends = np.zeros((len(self.store), _COLUMNS), np.int64)
+        ends[turns[:, _SEQUENCE]] = turns  # later turns replace earlier ones
+        return ends
+
+    @abstractmethod
+    def truncated(self, sequences: np.ndarray, width: int) -> np.ndarray:
+        """Return rows of the table of turns for sequences that are truncated.
+
+        Args:
+            sequences: int64 [n], the number of each in the store.
+            width: the number of tokens that are kept, at most.
+
+        Returns:
+            int64 [n, columns].
+        """
+
+    def are_same(self, sequences: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return whether the parts of examples have the same tokens, bool [examples].
 
         Args:
-            examples: int64 [examples], the number of each.
+            sequences: int64 [examples, parts], the number of each part in the store.
             lengths: int64 [examples, parts], how many tokens of each part are written.
         """
-        return np.zeros(len(examples), bool)
+        return np.zeros(len(sequences), bool)
 
-    def examples_of(self, examples: np.ndarray, lengths: np.ndarray) -> Examples:
+    def examples_of(self, sequences: np.ndarray, lengths: np.ndarray) -> Examples:
         """Return what is written of examples; the arguments are those of :meth:`are_same`."""
-        return Examples(
-            sequences=self.parts * examples[:, None] + np.arange(self.parts),
-            starts=np.zeros_like(lengths),
-            stops=lengths,
-        )
+        return Examples(sequences, starts=np.zeros_like(lengths), stops=lengths)
 
-    def _select(self, split: Split) -> np.ndarray:
-        """Return the numbers of the examples of a split, int64 [examples]."""
-        return np.flatnonzero(self.division.is_in(split)[np.array(self._records, np.int64)])
-
-    def _ends(self, examples: np.ndarray) -> np.ndarray:
-        """Return the last turns of all parts of examples, int64 [examples, parts, columns]."""
-        turns = np.array(self._turns, np.int64).reshape(-1, _COLUMNS)
-        ends = turns[np.array(self._last_turns, np.int64)].reshape(-1, self.parts, _COLUMNS)
-        ends_of_examples: np.ndarray = ends[examples]
-        return ends_of_examples
+    def _sequences_in(self, split: Split) -> np.ndarray:
+        """Return the sequences of the examples of a split, int64 [examples, parts]."""
+        sequences = np.arange(len(self.store)).reshape(-1, self.parts)
+        return sequences[self.records.is_in[split][np.array(self._records, np.int64)]]
 
     def _lengths_of(self, ends: np.ndarray) -> np.ndarray:
         """Return the smallest ``--max_length`` that holds each example, int64 [examples]."""
         lengths: np.ndarray = ends[:, : self.own_parts, _LENGTH].max(axis=1) - self.tokens_beyond
         return lengths
 
-    def _overlong_error(self, examples: np.ndarray, ends: np.ndarray, max_length: int) -> UserError:
-        """Return the error that names the first overlong example."""
-        first = int(np.argmax(self._lengths_of(ends) > max_length))
-        place = self.records.place_of(self._records[examples[first]])
-        tokens = ends[first, : self.own_parts, _LENGTH].max()
+    def _overlong_error(self, split: Split, is_overlong: np.ndarray, max_length: int) -> UserError:
+        """Return the error that names the first overlong example of a split."""
+        first = self._sequences_in(split)[is_overlong][0]
+        record = self._records[first[0] // self.parts]
+        place = next(islice(self.records.source.records(self.records.field), record, None)).place
+        tokens = self.ends()[first[: self.own_parts], _LENGTH].max()
         return UserError(
             f"{place}: {tokens:,} tokens are more than --max_length {max_length} allows; raise it, "
             "or set --overlong drop or truncate."
@@ -282,12 +281,10 @@ class EncodedExamples(EncodedSource, Generic[R]):
 
     def _audit_of_records(self, split: Split) -> Audit:
         """Return the counts of the records of a split, and of those that make no example."""
-        is_in = self.division.is_in(split)
-        bad = np.array(self._bad, np.int64)
-        is_without_example = is_in.copy()
-        is_without_example[bad] = False
-        is_without_example[np.array(self._records, np.int64)] = False
-        without_example = int(is_without_example.sum())
+        is_in = self.records.is_in[split]
+        records = np.array(self._records, np.int64)
+        bad = int(is_in[np.array(self._bad, np.int64)].sum())
+        without_example = int(is_in.sum()) - bad - len(np.unique(records[is_in[records]]))
 
         table = np.array(self._counts, np.int64).reshape(-1, 3)
         _, names, counts = table[is_in[table[:, 0]]].T
@@ -295,7 +292,7 @@ class EncodedExamples(EncodedSource, Generic[R]):
         return Audit(
             unit=self.unit,
             records=int(is_in.sum()),
-            bad=int(is_in[bad].sum()),
+            bad=bad,
             examples=without_example,
             untrained=without_example,
             **dict(zip(_RENDERED, rendered.tolist(), strict=True)),
@@ -337,11 +334,7 @@ class EncodedConversations(EncodedExamples[Conversation]):
         for sequence in rendered.sequences:
             self.add_example(read.number, sequence)
 
-    def truncated(self, sequence: int, width: int) -> Sequence[int]:
-        """Truncate a conversation after the last turn that fits and has a target."""
-        first = self._last_turns[sequence - 1] + 1 if sequence else 0
-        for turn in range(self._last_turns[sequence], first - 1, -1):
-            end = self._turns[turn * _COLUMNS : (turn + 1) * _COLUMNS]
-            if end[_LENGTH] <= width and end[_TARGETS] > 0:
-                return end
-        return [0] * _COLUMNS
+    def truncated(self, sequences: np.ndarray, width: int) -> np.ndarray:
+        """Truncate conversations after the last turn that fits and has a target."""
+        truncated: np.ndarray = self.ends(max_tokens=width)[sequences]
+        return truncated

@@ -24,10 +24,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from llmtrain.data.audit import SplitStats
 from llmtrain.interfaces.answer_codes import PADDING, answer_code
 from llmtrain.interfaces.batches import IGNORED
 
@@ -59,11 +60,10 @@ class TokenStore:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("w+b")
-        self._stops = array.array("q")  # the index in the file after each sequence
-        self._size = 0
+        self._bounds = array.array("q", [0])
 
     def __len__(self) -> int:
-        return len(self._stops)
+        return len(self._bounds) - 1
 
     def add(self, ids: np.ndarray, loss_mask: np.ndarray) -> None:
         """Add a sequence.
@@ -73,8 +73,7 @@ class TokenStore:
             loss_mask: bool [n], whether each token is a target.
         """
         self._file.write(np.where(loss_mask, ids, ~ids).astype(np.int32, copy=False).tobytes())
-        self._size += len(ids)
-        self._stops.append(self._size)
+        self._bounds.append(self._bounds[-1] + len(ids))
 
     def close(self) -> None:
         """Delete the file."""
@@ -83,14 +82,9 @@ class TokenStore:
             self._file.close()
 
     @property
-    def stops(self) -> np.ndarray:
-        """The index after the last token of each sequence, int64 [sequences]."""
-        return np.array(self._stops, np.int64)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """The number of tokens of each sequence, int64 [sequences]."""
-        return np.diff(self.stops, prepend=0)
+    def bounds(self) -> np.ndarray:
+        """The index in the file before each sequence and after the last one, int64."""
+        return np.array(self._bounds, np.int64)
 
     def read_encoded(self, start: int, stop: int) -> np.ndarray:
         """Return tokens as they are stored, given their indices in the file, int32."""
@@ -101,8 +95,7 @@ class TokenStore:
 
     def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of a sequence, int32 [n], and its loss mask, bool [n]."""
-        start = self._stops[number - 1] if number else 0
-        encoded = self.read_encoded(start, self._stops[number])
+        encoded = self.read_encoded(self._bounds[number], self._bounds[number + 1])
         return decoded_ids(encoded), encoded >= 0
 
 
@@ -179,22 +172,6 @@ class Examples:
         return int(self.sequences.shape[1])
 
 
-class WrittenRows(NamedTuple):
-    """Rows that were written.
-
-    Attributes:
-        rows: how many there are.
-        targets: their target tokens.
-        sha256: a hex digest of the tokens, of their loss mask and of how they became rows.
-        pairs: the largest number of pairs in a row; 0 unless the rows hold preference data.
-    """
-
-    rows: int
-    targets: int
-    sha256: str
-    pairs: int = 0
-
-
 def write_rows(
     path: Path,
     store: TokenStore,
@@ -202,7 +179,7 @@ def write_rows(
     width: int,
     packing: bool,
     note: str = "",
-) -> WrittenRows:
+) -> SplitStats:
     """Write examples of sequences in a store as rows.
 
     Args:
@@ -223,7 +200,7 @@ def write_rows(
         widths.pop("position_ids")  # a row with one document needs none
         widths[LENGTHS] = examples.parts
 
-    first_in_store = np.append(0, store.stops)[examples.sequences]
+    first_in_store = store.bounds[examples.sequences]
     starts = first_in_store + examples.starts
     stops = first_in_store + examples.stops
 
@@ -250,12 +227,8 @@ def write_rows(
             is_desirable = bool(examples.is_first_desirable[example])
             digest.update(f"{len(parts[0])} {shared} {is_desirable}".encode())
     digest.update(f"{width} {packing}{note}".encode())
-    return WrittenRows(
-        rows=len(rows),
-        targets=targets,
-        sha256=digest.hexdigest(),
-        pairs=max(map(len, rows), default=0) if are_pairs else 0,
-    )
+    pairs = max(map(len, rows), default=0) if are_pairs else 0
+    return SplitStats(len(rows), targets, sha256=digest.hexdigest(), pairs=pairs)
 
 
 def _columns_of(

@@ -9,7 +9,6 @@ al. 2024, arXiv:2402.01306).
 """
 
 import array
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -59,8 +58,6 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
         self.digest_note = f" {unpaired}"
         self.unpaired = unpaired
         self.shares_prompts = shares_prompts
-        # Single answers are compared inside their split.
-        self.needs_division = self.needs_division or unpaired
         self._pairs = array.array("q")  # a row of the table of pairs for each
         # By whether they are eval data: the first record, which is compared with the last one, with
         # its answers, and the last record so far.
@@ -69,6 +66,8 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
 
     def encode(self) -> None:
         """Read and render all records; see :class:`EncodedExamples`."""
+        if self.unpaired:
+            self.records.divide()  # answers are compared inside their split
         super().encode()
         for read, answers in self._first.values():
             self._add_singles(read, answers)
@@ -81,7 +80,7 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
             self._add_pair(read.number, chosen, rejected, read.record.desirable)
             return
 
-        is_eval = bool(self.division.is_eval[read.number])
+        is_eval = bool(self.records.is_in["eval"][read.number])
         if is_eval in self._first:
             self._add_singles(read, rendered.sequences)
         else:
@@ -94,7 +93,7 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
         That answer is rendered after their own prompt.
         """
         assert read.record is not None, "it was rendered"
-        previous = self._previous[bool(self.division.is_eval[read.number])]
+        previous = self._previous[bool(self.records.is_in["eval"][read.number])]
         try:
             compared = self.renderer(read.record._replace(answers=previous.answers[:1]))
         except BadRecord as error:
@@ -117,30 +116,34 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
         prompt = int(np.argmax(are_targets)) if are_targets.any() else common
         self._pairs.extend((int(is_desirable), common, prompt))
 
-    def truncated(self, sequence: int, width: int) -> Sequence[int]:
-        """Return the first tokens of an answer with its prompt, which end no turn."""
-        ids, loss_mask = self.store.read(sequence)
-        beginning = cut(TokenSequence(ids, loss_mask, 0), width, self.renderer.encoder)
-        targets = int(beginning.loss_mask.sum())
-        return [width, targets, beginning.target_bytes, 0, 0]
+    def truncated(self, sequences: np.ndarray, width: int) -> np.ndarray:
+        """Return the first tokens of answers with their prompts, which end no turn."""
+        ends = self.ends()[sequences]
+        for i, sequence in enumerate(sequences.tolist()):
+            ids, loss_mask = self.store.read(sequence)
+            beginning = cut(TokenSequence(ids, loss_mask, 0), width, self.renderer.encoder)
+            targets = int(beginning.loss_mask.sum())
+            ends[i] = (sequence, width, targets, beginning.target_bytes, 0, 0)
+        return ends
 
-    def are_same(self, examples: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def are_same(self, sequences: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return whether the answers of pairs have the same tokens; no single answer does."""
-        common = self._table[examples, _COMMON]
+        common = self._pairs_of(sequences)[:, _COMMON]
         are_same: np.ndarray = (lengths == lengths[:, :1]).all(axis=1) & (common >= lengths[:, 0])
         return are_same & (not self.unpaired)
 
-    def examples_of(self, examples: np.ndarray, lengths: np.ndarray) -> Examples:
+    def examples_of(self, sequences: np.ndarray, lengths: np.ndarray) -> Examples:
         """Return what is written of pairs: of the second answer not the prompt that is shared."""
-        pairs = self._table[examples]
-        written = super().examples_of(examples, lengths)
+        pairs = self._pairs_of(sequences)
+        written = super().examples_of(sequences, lengths)
         written.is_first_desirable = pairs[:, _IS_DESIRABLE].astype(bool)
         if self.shares_prompts:
             # The last token of the prompt predicts the first one of the answer.
             written.starts[:, 1] = np.maximum(pairs[:, _PROMPT] - 1, 0)
         return written
 
-    @property
-    def _table(self) -> np.ndarray:
-        """The table of pairs, int64 [pairs, 3]."""
-        return np.array(self._pairs, np.int64).reshape(-1, 3)
+    def _pairs_of(self, sequences: np.ndarray) -> np.ndarray:
+        """Return rows of the table of pairs, given their sequences, int64 [pairs, 3]."""
+        table = np.array(self._pairs, np.int64).reshape(-1, 3)
+        pairs: np.ndarray = table[sequences[:, 0] // self.parts]
+        return pairs

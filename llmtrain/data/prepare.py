@@ -26,7 +26,7 @@ from llmtrain.data.formats import conversation_of, preference_of
 from llmtrain.data.order import Mixture
 from llmtrain.data.packing import TokenRows
 from llmtrain.data.pairs import EncodedPairs
-from llmtrain.data.records import Documents, Records, text_of
+from llmtrain.data.records import ChatRecords, Documents, Records, text_of
 from llmtrain.data.render import AnyRenderer, make_renderer
 from llmtrain.data.request import DataRequest
 from llmtrain.data.requested_sources import RequestedSource
@@ -248,7 +248,7 @@ def _reader_of(requested: RequestedSource, request: DataRequest) -> Records[Any]
     else:
         is_detected = isinstance(request.chat, ChatConfig) and request.chat.format == "auto"
         read = partial(conversation_of, format=format, is_format_detected=is_detected)
-    return Records(
+    return ChatRecords(
         source,
         partial(read, has_artificial_nulls=source.has_artificial_nulls),
         request.config.eval_fraction,

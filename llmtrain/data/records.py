@@ -1,12 +1,13 @@
 """The records of a source, in two splits: documents, conversations or preference records."""
 
 import array
+import dataclasses
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -18,23 +19,10 @@ from llmtrain.files import json_text
 
 Split: TypeAlias = Literal["train", "eval"]
 R = TypeVar("R", str, Conversation, PreferenceRecord)
+Chat = TypeVar("Chat", Conversation, PreferenceRecord)
 
 # More eval data than this share, or than twice --eval_fraction, are far too many.
 _LARGEST_EVAL_SHARE = 0.5
-
-
-class Measures(NamedTuple):
-    """The properties of a record that its split depends on.
-
-    Attributes:
-        hash: the hash of its content, in [0, 1); NaN if the record is bad.
-        bytes: UTF-8 bytes of a document.
-        characters: characters of a document.
-    """
-
-    hash: float
-    bytes: int = 0
-    characters: int = 0
 
 
 class ReadRecord(NamedTuple, Generic[R]):
@@ -43,43 +31,21 @@ class ReadRecord(NamedTuple, Generic[R]):
     Attributes:
         number: its number in the source, from 0.
         place: the file and the line or row, for error messages.
-        measures: the properties that its split depends on.
         record: the document, conversation or preference record; ``None`` if the record is bad.
     """
 
     number: int
     place: str
-    measures: Measures
     record: R | None
 
 
-class Division(NamedTuple):
-    """The splits of the records of a source. Each array is bool [records].
-
-    Attributes:
-        is_train: whether a record is training data. Bad records are, too. Records after the first
-            ``max_train_samples`` are in no split.
-        is_eval: whether it is eval data.
-        is_cut: whether the end of a document is eval data, and the rest of it training data.
-    """
-
-    is_train: np.ndarray
-    is_eval: np.ndarray
-    is_cut: np.ndarray
-
-    def is_in(self, split: Split) -> np.ndarray:
-        """Return whether each record has something in a split, bool [records]."""
-        return self.is_train if split == "train" else self.is_eval
-
-
 @dataclass
-class Records(Generic[R]):
+class Records(ABC, Generic[R]):
     """The records of a source, each of which is training or eval data.
 
-    A record is eval data if the hash of its prompt is below a limit. So all answers to a prompt are
-    in the same split, and a record keeps its split if others are added. But the limit depends on
-    all hashes if there are few. So the splits are known after a pass over all records: the one that
-    encodes them, or :attr:`division` if they are needed before.
+    A record is eval data if the hash of its content is below ``--eval_fraction``. So a record keeps
+    its split if others are added. But if that chooses no eval data or far too many, as with a
+    handful of records, the splits depend on all records. So they are known after the first pass.
 
     Attributes:
         source: the records, as fields.
@@ -92,6 +58,12 @@ class Records(Generic[R]):
         field: the only field that is needed; ``None`` for all.
         first_fault: the place of the first bad record that was skipped, and what is wrong with it;
             empty if there is none.
+        is_in: whether each record has something in a split, bool [records]; empty before the first
+            pass. Bad records are training data. Records after the first ``max_train_samples`` are
+            in no split.
+        is_cut: whether the eval data are the ends of documents, whose beginnings are training data.
+        unit: a word for the records.
+        bad_row_hint: what to do about a bad record.
     """
 
     source: Source
@@ -102,154 +74,161 @@ class Records(Generic[R]):
     skips_bad: bool = False
     field: str | None = None
     first_fault: str = ""
+    is_in: dict[Split, np.ndarray] = dataclasses.field(default_factory=dict)
+    is_cut: bool = False
+    unit: ClassVar[str]
+    bad_row_hint: ClassVar[str] = ""
 
-    def read(self, division: Division | None = None) -> Iterator[ReadRecord[R]]:
+    def read(self) -> Iterator[ReadRecord[R]]:
         """Yield the records in the order of the source, also those that are bad.
 
-        Args:
-            division: the splits, if they are known. Then records of no split are left out.
+        Records of no split are left out if the splits are known. If not, they are at the end.
 
         Raises:
-            UserError: if a record is bad and must not be skipped, or if the number of records is
-                not the one that was divided.
+            UserError: if a record is bad and must not be skipped, if there is none, or if the
+                number of records is another one than in the pass before.
         """
+        is_used = None
+        if self.is_in:
+            is_used = self.is_in["train"] | self.is_in["eval"]
+        measures = array.array("d")  # the hash and the size of each record
         count = 0
         for number, (place, fields) in enumerate(self.source.records(self.field)):
             count += 1
-            if division is not None:
-                if number == len(division.is_train):
+            if is_used is not None:
+                if number == len(is_used):
                     raise self.source.changed()
-                if not division.is_train[number] and not division.is_eval[number]:
+                if not is_used[number]:
                     continue
+            record = None
             try:
                 record = self.read_fields(fields)
             except BadRecord as error:
                 self.refuse(place, error)
-                yield ReadRecord(number, place, Measures(hash=np.nan), record=None)
-            else:
-                yield ReadRecord(number, place, self.measure(record), record)
+            if is_used is None:
+                measures.extend((np.nan, 0) if record is None else self.measure(record))
+            yield ReadRecord(number, place, record)
 
-        if division is not None and count < len(division.is_train):
+        if is_used is None:
+            self._divide(*np.array(measures).reshape(-1, 2).T)
+        elif count < len(is_used):
             raise self.source.changed()
 
-    @cached_property
-    def division(self) -> Division:
-        """The splits. Unlike :meth:`divide`, this reads all records."""
-        measures = array.array("d")
-        for read in self.read():
-            measures.extend(read.measures)
-        return self.divide(measures)
-
-    def divide(self, measures: "array.array[float]") -> Division:
-        """Return the splits of all records.
-
-        Args:
-            measures: the :class:`Measures` of all records, one number after the other.
-
-        Raises:
-            UserError: if there is no record.
-        """
-        hashes = np.array(measures).reshape(-1, len(Measures._fields))[:, 0]
-        if not len(hashes):
-            raise UserError(f"{self.source.flag} {self.source.name} holds no conversation.")
-        limit = _eval_limit(hashes[~np.isnan(hashes)], self.eval_fraction)
-        is_eval = hashes < limit  # NaN is not below the limit
-        if self.only_split is not None:
-            is_eval = np.full(len(hashes), self.only_split == "eval")
-        return Division(
-            is_train=_first_of(~is_eval, self.max_train_samples),
-            is_eval=is_eval,
-            is_cut=np.zeros_like(is_eval),
-        )
+    def divide(self) -> None:
+        """Read all records, so that their splits are known, unless they are."""
+        if not self.is_in:
+            for _ in self.read():
+                pass
 
     def texts(self, split: Split | None = None) -> Iterator[str]:
         """Yield all texts in one split, or in both."""
-        if split is None:
-            for read in self.read():
-                if read.record is not None:
-                    yield from self.texts_of(read.record)
-            return
-
-        for read in self.read(self.division):
-            if read.record is not None and self.division.is_in(split)[read.number]:
-                is_cut = self.division.is_cut[read.number]
-                yield from self.texts_of(read.record, split if is_cut else None)
+        if split is not None:
+            self.divide()
+        for number, _, record in self.read():
+            if record is not None and (split is None or self.is_in[split][number]):
+                is_cut = self.is_cut and self.is_in["eval"][number]
+                yield from self.texts_of(record, split if is_cut else None)
 
     def refuse(self, place: str, error: BadRecord) -> None:
         """Raise :class:`UserError` for a bad record, unless ``--on_bad_row`` says to skip it."""
         if not self.skips_bad:
-            raise UserError(
-                f"{place}: {error}; fix it, or leave such records out with --on_bad_row skip."
-            ) from None
+            raise UserError(f"{place}: {error}{self.bad_row_hint}.") from None
         self.first_fault = self.first_fault or f"{place}: {error}"
 
-    def place_of(self, number: int) -> str:
-        """Return the place of a record. This reads the source again, up to the record."""
-        for i, record in enumerate(self.source.records(self.field)):
-            if i == number:
-                return record.place
-        return self.source.name  # the source has changed
+    @abstractmethod
+    def measure(self, record: R) -> tuple[float, int]:
+        """Return the hash of a record, in [0, 1), and its size as a part of the eval data."""
 
-    def measure(self, record: R) -> Measures:
-        """Return the properties that the split of a record depends on."""
-        assert not isinstance(record, str), "these are Documents"
-        hashed = record.prompt or record.messages  # the latter if it begins with an answer
-        return Measures(_hash(json_text(hashed, sort_keys=True, default=str).encode()))
-
+    @abstractmethod
     def texts_of(self, record: R, split: Split | None = None) -> Iterator[str]:
         """Yield the texts of a record; only those of a split, if the record is cut."""
-        assert not isinstance(record, str), "these are Documents"
+
+    @abstractmethod
+    def choose_eval(self, hashes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Return which records are eval data if the fraction does not choose well.
+
+        Args:
+            hashes: float64 [records], NaN if a record is bad.
+            sizes: float64 [records], 0 if a record is bad.
+
+        Returns:
+            bool [records].
+        """
+
+    def _divide(self, hashes: np.ndarray, sizes: np.ndarray) -> None:
+        """Choose the split of each record; see :meth:`choose_eval` for the arguments."""
+        total = sizes.sum()
+        if not total and not self.first_fault:
+            raise UserError(f"{self.source.flag} {self.source.name} holds no {self.unit}.")
+        is_eval = hashes < self.eval_fraction  # NaN is not below the fraction
+        largest = min(total * max(_LARGEST_EVAL_SHARE, 2 * self.eval_fraction), total - 1)
+        if self.only_split is not None:
+            is_eval = np.full(len(hashes), self.only_split == "eval")
+        elif self.eval_fraction and total and not 0 < sizes[is_eval].sum() <= largest:
+            is_eval = self.choose_eval(hashes, sizes)
+
+        is_train = ~is_eval | self.is_cut
+        if self.max_train_samples is not None:
+            is_train &= np.cumsum(is_train) <= self.max_train_samples
+        self.is_in = {"train": is_train, "eval": is_eval}
+
+
+class ChatRecords(Records[Chat]):
+    """The conversations or preference records of a source.
+
+    The hash is that of the prompt, so all answers to a prompt are in the same split.
+    """
+
+    unit = "conversation"
+    bad_row_hint = "; fix it, or leave such records out with --on_bad_row skip"
+
+    def measure(self, record: Chat) -> tuple[float, int]:
+        """Return the hash of the prompt, and 1."""
+        hashed = record.prompt or record.messages  # the latter if it begins with an answer
+        return _hash(json_text(hashed, sort_keys=True, default=str).encode()), 1
+
+    def texts_of(self, record: Chat, split: Split | None = None) -> Iterator[str]:
+        """Yield the texts of the messages. No record is cut."""
         for message in record.messages:
             # Tokenizers cannot take half of a surrogate pair. Rendering reports its line.
             text = message["content"].encode(errors="ignore").decode()
             if text:
                 yield text
 
+    def choose_eval(self, hashes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Choose the records with the smallest hashes, about ``--eval_fraction`` of them."""
+        ascending = np.sort(hashes[~np.isnan(hashes)])
+        wanted = min(math.ceil(len(ascending) * self.eval_fraction), len(ascending) - 1)
+        # With the smallest hash as the limit, no record would be chosen.
+        limits = ascending[wanted:][ascending[wanted:] > ascending[0]]
+        limit = limits[0] if len(limits) else 0.0  # 0 if all prompts are the same
+        is_eval: np.ndarray = hashes < limit
+        return is_eval
+
 
 class Documents(Records[str]):
-    """The texts of a source.
+    """The texts of a source. No document is skipped."""
 
-    A document is eval data if its hash is below ``--eval_fraction``. So adding other documents does
-    not move it to the other split. If a split is then almost empty, as with a handful of documents,
-    the eval data are the end of the longest document instead, and of its copies.
-    """
+    unit = "text"
 
-    def divide(self, measures: "array.array[float]") -> Division:
-        """Return the splits of all documents; see :class:`Records`."""
-        hashes, bytes, characters = np.array(measures).reshape(-1, len(Measures._fields)).T
-        if not bytes.sum():
-            raise UserError(f"{self.source.flag} {self.source.name} holds no text.")
-        is_eval = hashes < self.eval_fraction
-        is_cut = np.zeros_like(is_eval)
-        largest = bytes.sum() * max(_LARGEST_EVAL_SHARE, 2 * self.eval_fraction)
-        if self.only_split is not None:
-            is_eval = np.full(len(hashes), self.only_split == "eval")
-        elif self.eval_fraction and not 0 < bytes[is_eval].sum() <= largest:
-            is_cut = hashes == hashes[np.argmax(characters)]
-            is_eval = is_cut
-        return Division(
-            is_train=_first_of(~is_eval | is_cut, self.max_train_samples),
-            is_eval=is_eval,
-            is_cut=is_cut,
-        )
-
-    def cut(self, text: str, split: Split) -> str:
-        """Return the part of a document in a split, if the document is cut."""
-        start = int(len(text) * (1 - self.eval_fraction))
-        return text[:start] if split == "train" else text[start:]
-
-    def measure(self, record: str) -> Measures:
-        """Return the hash and the size of a document."""
-        encoded = record.encode()
-        return Measures(_hash(encoded), bytes=len(encoded), characters=len(record))
+    def measure(self, record: str) -> tuple[float, int]:
+        """Return the hash of a document, and the number of its characters."""
+        return _hash(record.encode()), len(record)
 
     def texts_of(self, record: str, split: Split | None = None) -> Iterator[str]:
         """Yield a document, or its part in a split."""
         yield record if split is None else self.cut(record, split)
 
-    def refuse(self, place: str, error: BadRecord) -> None:
-        """Raise :class:`UserError`: no document is skipped."""
-        raise UserError(f"{place}: {error}.") from None
+    def choose_eval(self, hashes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Choose the end of the longest document, and of its copies."""
+        self.is_cut = True
+        is_eval: np.ndarray = hashes == hashes[np.argmax(sizes)]
+        return is_eval
+
+    def cut(self, text: str, split: Split) -> str:
+        """Return the part of a document in a split, if the document is cut."""
+        start = int(len(text) * (1 - self.eval_fraction))
+        return text[:start] if split == "train" else text[start:]
 
 
 def text_of(fields: Fields, field: str) -> str:
@@ -280,42 +259,3 @@ def text_of(fields: Fields, field: str) -> str:
 def _hash(text: bytes) -> float:
     """Hash a text to a number in [0, 1)."""
     return int.from_bytes(hashlib.sha256(text).digest()[:6], "big") / 2**48
-
-
-def _first_of(is_selected: np.ndarray, count: int | None) -> np.ndarray:
-    """Return which records are the first ``count`` selected ones, bool [records].
-
-    Args:
-        is_selected: whether each record is selected, bool [records].
-        count: how many; ``None`` for all selected ones.
-    """
-    if count is None:
-        return is_selected
-    is_first: np.ndarray = is_selected & (np.cumsum(is_selected) <= count)
-    return is_first
-
-
-def _eval_limit(hashes: np.ndarray, fraction: float) -> float:
-    """Return the limit below which the hash of a record makes it eval data.
-
-    The limit is ``fraction``, unless that would choose no record or far too many. Then it is a
-    limit that chooses about ``fraction`` of them. Records with the same prompt have the same hash
-    and stay in the same split.
-
-    Args:
-        hashes: float64 [records], the hash of each record, in [0, 1).
-        fraction: the share of eval data, in [0, 1).
-    """
-    count = len(hashes)
-    if not count:
-        return fraction
-    chosen = int((hashes < fraction).sum())
-    largest = min(count * max(_LARGEST_EVAL_SHARE, 2 * fraction), count - 1)
-    if not fraction or 0 < chosen <= largest:
-        return fraction
-
-    ascending = np.sort(hashes)
-    wanted = min(math.ceil(count * fraction), count - 1)
-    # With the smallest hash as the limit, no record would be chosen.
-    limits = ascending[wanted:][ascending[wanted:] > ascending[0]]
-    return float(limits[0]) if len(limits) else 0.0  # 0 if all prompts are the same

@@ -52,7 +52,7 @@ def write_documents(folder: Path, packing: bool = False) -> TokenRows:
     for length in random_lengths(ROWS).tolist():
         ids = random_numbers.integers(1, 200, length)
         store.add(ids, random_numbers.random(length) < 2 / 3)
-    stops = store.lengths[:, None]
+    stops = np.diff(store.bounds)[:, None]
     examples = Examples(np.arange(len(store))[:, None], starts=np.zeros_like(stops), stops=stops)
     write_rows(path, store, examples, width=WIDTH, packing=packing)
     return TokenRows.open([path])

@@ -108,7 +108,7 @@ def write(folder: Path, documents: list[Document], packing: bool = True) -> data
     store = TokenStore(folder / "rows.tokens")
     for ids, is_target in documents:
         store.add(np.array(ids), np.array(is_target))
-    stops = store.lengths[:, None]
+    stops = np.diff(store.bounds)[:, None]
     examples = Examples(np.arange(len(store))[:, None], starts=np.zeros_like(stops), stops=stops)
     written = write_rows(folder / "rows.arrow", store, examples, width=WIDTH, packing=packing)
     store.close()

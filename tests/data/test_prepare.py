@@ -16,9 +16,10 @@ from tokenizers.processors import TemplateProcessing
 
 from llmtrain.data import corpus, prepare
 from llmtrain.data import tokenizer as tok
+from llmtrain.data.audit import SplitStats
 from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import IGNORED
-from llmtrain.data.packing import TOKEN_COLUMNS, TokenStore, WrittenRows
+from llmtrain.data.packing import TOKEN_COLUMNS, TokenStore
 from llmtrain.data.records import Documents, text_of
 from llmtrain.data.sources import open_source
 from llmtrain.data.tokenized import Tokenized
@@ -89,7 +90,7 @@ def random_lengths(length: int) -> list[int]:
 
 def write_stream(
     path: Path, documents: list[np.ndarray], end: list[int], block_size: int, columns: list[str]
-) -> WrittenRows:
+) -> SplitStats:
     """Write documents as rows. The store has them in another order, among others."""
     store = TokenStore(path.with_suffix(".tokens"))
     for document in reversed(documents):
