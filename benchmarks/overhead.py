@@ -37,6 +37,7 @@ from benchmarks.runs import (
     scratch,
 )
 from llmtrain import DataConfig, GPTConfig, OptimConfig, make_optimizer, tokenize
+from llmtrain.data.packing import as_matrices
 from llmtrain.launching.process import launch
 from llmtrain.models.gpt_family import build_gpt
 
@@ -147,7 +148,7 @@ def tokenized_rows(split: str, eval_fraction: float) -> torch.Tensor:
         eval_fraction=eval_fraction,
     )
     rows = getattr(tokenize(data, MODEL.block_size), split)
-    ids = rows.dataset.with_format("numpy")[:]["input_ids"].astype(np.int64)
+    ids = np.concatenate(as_matrices(rows.data["input_ids"])).astype(np.int64)
     is_full = (ids >= 0).all(axis=1)  # the last row is padded
     return torch.from_numpy(ids[is_full])
 

@@ -31,8 +31,7 @@ class Audit:
         dropped: overlong examples that are left out.
         truncated: overlong examples that are truncated.
         lost_tokens: tokens that were dropped or cut off.
-        untrained: examples without a target, also after truncation, and pairs whose answers have
-            the same tokens. They are left out.
+        untrained: examples without a target, also after truncation. They are left out.
         kept: examples that are in the rows.
         tokens: tokens of these. The prompt of a pair counts once for each answer.
         targets: target tokens among these.
@@ -95,10 +94,10 @@ class Audit:
             outcome = "truncated" if self.truncated else "dropped"
             share = self.lost_tokens / (self.tokens + self.lost_tokens)
             overlong += f" {outcome} ({share:.1%} of the tokens)"
-        lacking = "a difference" if self.unit == "pair" else "a target token"
+        bad = pluralize(self.bad, "bad one")
         return (
             f"{self.kept:,} of {pluralize(self.examples + self.bad, 'example')}: {overlong}, "
-            f"{self.untrained:,} without {lacking} and {pluralize(self.bad, 'bad one')} left out"
+            f"{self.untrained:,} without a target token and {bad} left out"
         )
 
     def remedy(self, max_length: int, lengths: np.ndarray, first_fault: str) -> str:

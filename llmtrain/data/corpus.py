@@ -41,9 +41,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
-from llmtrain.console import can_show_bars, check_interrupt
 from llmtrain.data.audit import SplitStats
 from llmtrain.data.examples import EncodedSource
 from llmtrain.data.packing import LENGTHS, TOKENS_PER_BATCH, TokenStore, create_row_file
@@ -116,29 +114,17 @@ class EncodedCorpus(EncodedSource):
         self._tokens: list[np.ndarray] = []  # of the first segments of a text
 
     def encode(self) -> None:
-        """Read and encode all documents once.
-
-        Raises:
-            UserError: if no training data are left, or if the tokenizer cannot encode a text.
-        """
+        """Read and encode all documents once; see :class:`EncodedSource`."""
         # The longest document and its copies come last, because they may be cut.
         longest = ""
         copies: list[int] = []  # the numbers of these documents
-        bar = tqdm(
-            self.read(),
-            desc="tokenising",
-            unit=" documents",
-            leave=False,
-            disable=not can_show_bars(),
-        )
-        for number, _, text in bar:
-            assert text is not None, "a bad document is an error"
-            if text == longest:
-                copies.append(number)
-            elif len(text) > len(longest):
+        for number, _, text in self.read():
+            if len(text) > len(longest):
                 self._add(copies, longest)
                 longest = text
-                copies = [number]
+                copies = []
+            if text == longest:
+                copies.append(number)
             else:
                 self._add([number], text)
 
@@ -154,10 +140,6 @@ class EncodedCorpus(EncodedSource):
                 f"no text of {self.documents.source.name} is left to train on; lower "
                 "--eval_fraction, or raise --max_train_samples."
             )
-
-    def lengths(self, split: Split) -> np.ndarray:
-        """Return no lengths: text is cut into rows of any length."""
-        return np.empty(0, np.int64)
 
     def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
         """Write the rows of a split, which hold ``max_length + 1`` tokens."""
@@ -191,7 +173,6 @@ class EncodedCorpus(EncodedSource):
 
     def _encode_waiting(self) -> None:
         """Encode the waiting segments on all CPU cores, and store their tokens."""
-        check_interrupt()
         texts = [text for text, _ in self._waiting]
         try:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
@@ -301,9 +282,7 @@ def _digest_of_stream(
     for stop, length in zip(stops.tolist(), lengths.tolist(), strict=True):
         if are_isolated:
             digest.update(b"|")  # tokens have four bytes each, so this is unambiguous
-        for start in range(stop - length, stop, TOKENS_PER_BATCH):
-            piece = store.read_encoded(start, min(start + TOKENS_PER_BATCH, stop))
-            digest.update(piece.astype("<i4").tobytes())
+        digest.update(store.read_encoded(stop - length, stop).astype("<i4").tobytes())
     digest.update(end.astype("<i4").tobytes())
     return digest.hexdigest()
 

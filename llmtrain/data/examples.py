@@ -43,22 +43,26 @@ class EncodedSource(ABC):
     Args:
         records: the records.
         folder: the folder of the temporary file.
-
     """
 
     def __init__(self, records: Records[Any], folder: Path) -> None:
         self.records = records
         self.store = TokenStore(folder / "tokens")
 
-    def close(self) -> None:
-        """Delete the temporary file."""
-        self.store.close()
-
     def read(self) -> Iterator[ReadRecord[Any]]:
-        """Return the records. Their splits are known at the end, or before if they are limited."""
+        """Yield the records. Their splits are known at the end, or before if they are limited."""
         if self.records.max_train_samples is not None:
             self.records.divide()
-        return self.records.read()
+        bar = tqdm(
+            self.records.read(),
+            desc="tokenising",
+            unit=" records",
+            leave=False,
+            disable=not can_show_bars(),
+        )
+        for read in bar:
+            check_interrupt()
+            yield read
 
     @abstractmethod
     def encode(self) -> None:
@@ -69,9 +73,9 @@ class EncodedSource(ABC):
                 go on without it.
         """
 
-    @abstractmethod
     def lengths(self, split: Split) -> np.ndarray:
         """Return the smallest ``--max_length`` that holds each example; empty for text."""
+        return np.empty(0, np.int64)
 
     @abstractmethod
     def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
@@ -83,11 +87,13 @@ class EncodedSource(ABC):
         """
 
 
-class EncodedExamples(EncodedSource, Generic[R]):
-    """The conversations or pairs of a source as tokens.
+class EncodedChats(EncodedSource, Generic[R]):
+    """The conversations of a source as tokens. The assistant's turns are trained.
 
-    An example has one part, a conversation, or two, the answers of a pair. Each part is a sequence
-    in the store, and those of an example follow each other.
+    A conversation is one token sequence, unless the chat template changes earlier turns. Then it
+    is several, and each is an example. In :mod:`llmtrain.data.pairs`, an example has two parts, the
+    answers of a pair. Each part is a sequence in the store, and those of an example follow each
+    other.
 
     Args:
         records: the records.
@@ -104,10 +110,10 @@ class EncodedExamples(EncodedSource, Generic[R]):
         digest_note: a further text that the hash of the rows depends on.
     """
 
-    unit: Unit
-    parts: int
-    own_parts: int
-    tokens_beyond: int
+    unit: Unit = "conversation"
+    parts = 1
+    own_parts = 1
+    tokens_beyond = 1  # the last token of a row predicts nothing
     digest_note = ""
 
     def __init__(
@@ -116,45 +122,26 @@ class EncodedExamples(EncodedSource, Generic[R]):
         super().__init__(records, folder)
         self.renderer = renderer
         self.config = config
-        self._bad = array.array("q")  # the numbers of bad records
         self._records = array.array("q")  # the number of the record of each example
         self._turns = array.array("q")  # a table with a row for each turn of each sequence
-        # A table of the counts that are not 0: the number of a record, of a name, and the count.
-        self._counts = array.array("q")
+        # For each count, the numbers of the records, each as often as it counts.
+        self._counts = {name: array.array("q") for name in _RENDERED}
 
     def encode(self) -> None:
         """Read and render all records; see :class:`EncodedSource`."""
-
-        def readable() -> Iterator[tuple[ReadRecord[R], R]]:
-            for read in self.read():
-                if read.record is None:
-                    self._bad.append(read.number)
-                else:
-                    yield read, read.record
-
-        results = render_all(self.renderer, readable(), self.config.rendering_processes)
-        bar = tqdm(
-            results, desc="rendering", unit=" records", leave=False, disable=not can_show_bars()
-        )
-        for read, _, rendered in bar:
-            check_interrupt()
+        items = ((read, read.record) for read in self.read())
+        for read, _, rendered in render_all(self.renderer, items, self.config.rendering_processes):
             if isinstance(rendered, BadRecord):
-                self.refuse(read, rendered)
+                self.records.refuse(read.number, read.place, rendered)
                 continue
-            counts = rendered.counts
-            for number, name in enumerate(_RENDERED):
-                if counts[name]:
-                    self._counts.extend((read.number, number, counts[name]))
+            for name, records in self._counts.items():
+                records.extend([read.number] * rendered.counts[name])
             self.add(read, rendered)
 
-    def refuse(self, read: ReadRecord[R], error: BadRecord) -> None:
-        """Leave out a record that cannot be rendered, or raise :class:`UserError`."""
-        self.records.refuse(read.place, error)
-        self._bad.append(read.number)
-
-    @abstractmethod
     def add(self, read: ReadRecord[R], rendered: Rendered) -> None:
         """Store the examples of a rendered record."""
+        for sequence in rendered.sequences:
+            self.add_example(read.number, sequence)
 
     def add_example(self, record: int, *sequences: TokenSequence) -> None:
         """Store the parts of an example of a record, given the number of the record."""
@@ -163,7 +150,9 @@ class EncodedExamples(EncodedSource, Generic[R]):
             number = len(self.store)
             self.store.add(sequence.ids, sequence.loss_mask)
             for turns, turn_end in enumerate(sequence.turn_ends, start=1):
-                self._turns.extend((number, *turn_end, turns))
+                self._turns.append(number)
+                self._turns.extend(turn_end)
+                self._turns.append(turns)
 
     def lengths(self, split: Split) -> np.ndarray:
         """Return the smallest ``--max_length`` that holds each example, int64 [examples]."""
@@ -183,8 +172,7 @@ class EncodedExamples(EncodedSource, Generic[R]):
         is_cut = (complete[..., _LENGTH] > width) & ~is_dropped[:, None]
         ends[is_cut] = self.truncated(sequences[is_cut], width)
         lengths = ends[..., _LENGTH]
-        have_targets = (ends[:, : self.own_parts, _TARGETS] > 0).all(axis=1)
-        is_trained = have_targets & ~self.are_same(sequences, lengths)
+        is_trained = (ends[:, : self.own_parts, _TARGETS] > 0).all(axis=1)
         is_kept = is_trained & ~is_dropped
 
         examples = self.examples_of(sequences[is_kept], lengths[is_kept])
@@ -233,35 +221,34 @@ class EncodedExamples(EncodedSource, Generic[R]):
         ends[turns[:, _SEQUENCE]] = turns  # later turns replace earlier ones
         return ends
 
-    @abstractmethod
     def truncated(self, sequences: np.ndarray, width: int) -> np.ndarray:
-        """Return rows of the table of turns for sequences that are truncated.
+        """Return the ends of sequences that are truncated, after the last turn that fits.
 
         Args:
             sequences: int64 [n], the number of each in the store.
             width: the number of tokens that are kept, at most.
 
         Returns:
-            int64 [n, columns].
+            int64 [n, columns], rows of the table of turns.
         """
+        ends: np.ndarray = self.ends(max_tokens=width)[sequences]
+        return ends
 
-    def are_same(self, sequences: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return whether the parts of examples have the same tokens, bool [examples].
+    def examples_of(self, sequences: np.ndarray, lengths: np.ndarray) -> Examples:
+        """Return what is written of examples.
 
         Args:
             sequences: int64 [examples, parts], the number of each part in the store.
             lengths: int64 [examples, parts], how many tokens of each part are written.
         """
-        return np.zeros(len(sequences), bool)
-
-    def examples_of(self, sequences: np.ndarray, lengths: np.ndarray) -> Examples:
-        """Return what is written of examples; the arguments are those of :meth:`are_same`."""
         return Examples(sequences, starts=np.zeros_like(lengths), stops=lengths)
 
     def _sequences_in(self, split: Split) -> np.ndarray:
         """Return the sequences of the examples of a split, int64 [examples, parts]."""
         sequences = np.arange(len(self.store)).reshape(-1, self.parts)
-        return sequences[self.records.is_in[split][np.array(self._records, np.int64)]]
+        is_in = self.records.is_in[split][np.array(self._records, np.int64)]
+        selected: np.ndarray = sequences[is_in]
+        return selected
 
     def _lengths_of(self, ends: np.ndarray) -> np.ndarray:
         """Return the smallest ``--max_length`` that holds each example, int64 [examples]."""
@@ -283,19 +270,19 @@ class EncodedExamples(EncodedSource, Generic[R]):
         """Return the counts of the records of a split, and of those that make no example."""
         is_in = self.records.is_in[split]
         records = np.array(self._records, np.int64)
-        bad = int(is_in[np.array(self._bad, np.int64)].sum())
+        bad = int(is_in[list(self.records.bad)].sum())
         without_example = int(is_in.sum()) - bad - len(np.unique(records[is_in[records]]))
-
-        table = np.array(self._counts, np.int64).reshape(-1, 3)
-        _, names, counts = table[is_in[table[:, 0]]].T
-        rendered = np.bincount(names, weights=counts, minlength=len(_RENDERED)).astype(int)
+        counts = {
+            name: int(is_in[np.array(numbers, np.int64)].sum())
+            for name, numbers in self._counts.items()
+        }
         return Audit(
             unit=self.unit,
             records=int(is_in.sum()),
             bad=bad,
             examples=without_example,
             untrained=without_example,
-            **dict(zip(_RENDERED, rendered.tolist(), strict=True)),
+            **counts,
         )
 
     def _check(self, audit: Audit, split: Split, max_length: int) -> None:
@@ -315,26 +302,3 @@ class EncodedExamples(EncodedSource, Generic[R]):
                 "token that ends it, so the model would never stop. Put that token inside "
                 "{% generation %} in the chat template, or remove those marks."
             )
-
-
-class EncodedConversations(EncodedExamples[Conversation]):
-    """The conversations of a source as tokens. The assistant's turns are trained.
-
-    A conversation is one token sequence, unless the chat template changes earlier turns. Then it
-    is several, and each is an example.
-    """
-
-    unit = "conversation"
-    parts = 1
-    own_parts = 1
-    tokens_beyond = 1  # the last token of a row predicts nothing
-
-    def add(self, read: ReadRecord[Conversation], rendered: Rendered) -> None:
-        """Store the token sequences of a conversation."""
-        for sequence in rendered.sequences:
-            self.add_example(read.number, sequence)
-
-    def truncated(self, sequences: np.ndarray, width: int) -> np.ndarray:
-        """Truncate conversations after the last turn that fits and has a target."""
-        truncated: np.ndarray = self.ends(max_tokens=width)[sequences]
-        return truncated

@@ -54,11 +54,10 @@ class TokenStore:
     A token that is not a target is stored as its bitwise complement, which is negative.
 
     Args:
-        path: the file. It is deleted when the store is closed.
+        path: the file.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         self._file = path.open("w+b")
         self._bounds = array.array("q", [0])
 
@@ -76,8 +75,7 @@ class TokenStore:
         self._bounds.append(self._bounds[-1] + len(ids))
 
     def close(self) -> None:
-        """Delete the file."""
-        self._path.unlink(missing_ok=True)
+        """Close the file."""
         with contextlib.suppress(OSError):  # what is left to write may not fit on the disk
             self._file.close()
 
@@ -92,11 +90,6 @@ class TokenStore:
         size = np.dtype(np.int32).itemsize
         content = os.pread(self._file.fileno(), (stop - start) * size, start * size)
         return np.frombuffer(content, np.int32)
-
-    def read(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of a sequence, int32 [n], and its loss mask, bool [n]."""
-        encoded = self.read_encoded(self._bounds[number], self._bounds[number + 1])
-        return decoded_ids(encoded), encoded >= 0
 
 
 def decoded_ids(encoded: np.ndarray) -> np.ndarray:
@@ -302,16 +295,17 @@ def create_row_file(path: Path, widths: Mapping[str, int]) -> Iterator[RowWriter
     """
     import pyarrow
 
-    list_types = {name: pyarrow.list_(pyarrow.int32(), width) for name, width in widths.items()}
-    schema = pyarrow.schema([*list_types.items()])
+    schema = pyarrow.schema(
+        {name: pyarrow.list_(pyarrow.int32(), width) for name, width in widths.items()}
+    )
 
     with path.open("wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
 
         def write(values: Mapping[str, np.ndarray]) -> None:
             arrays = []
-            for name, list_type in list_types.items():
-                flat = np.ascontiguousarray(values[name], np.int32).ravel()
-                arrays.append(pyarrow.FixedSizeListArray.from_arrays(flat, type=list_type))
+            for column in schema:
+                flat = np.ascontiguousarray(values[column.name], np.int32).ravel()
+                arrays.append(pyarrow.FixedSizeListArray.from_arrays(flat, type=column.type))
             writer.write_batch(pyarrow.RecordBatch.from_arrays(arrays, schema=schema))
 
         yield write
@@ -345,15 +339,6 @@ class TokenRows:
 
     def __getitem__(self, row: int) -> dict[str, list[int]]:
         return dict(self.data.slice(row, 1).to_pylist()[0])
-
-    @property
-    def dataset(self) -> "datasets.Dataset":
-        """The rows as a ``datasets.Dataset``."""
-        import datasets
-        from datasets.fingerprint import generate_random_fingerprint
-
-        table = datasets.table.InMemoryTable(self.data)
-        return datasets.Dataset(table, fingerprint=generate_random_fingerprint())
 
 
 def as_matrices(column: "pyarrow.ChunkedArray") -> list[np.ndarray]:

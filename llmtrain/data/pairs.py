@@ -14,21 +14,18 @@ from typing import TypeAlias
 
 import numpy as np
 
-from llmtrain.data.config import RowConfig
-from llmtrain.data.examples import EncodedExamples
+from llmtrain.data.config import PairConfig
+from llmtrain.data.examples import EncodedChats
 from llmtrain.data.formats import PreferenceRecord
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Examples
 from llmtrain.data.records import ReadRecord, Records
-from llmtrain.data.render import AnyRenderer, Rendered, TokenSequence, cut
+from llmtrain.data.render import AnyRenderer, Rendered, TokenSequence
 
 _Read: TypeAlias = ReadRecord[PreferenceRecord]
-# The columns of a table of pairs: whether the first answer is desirable, how many tokens both
-# answers with their prompts begin with, and how many of these belong to the prompt of both.
-_IS_DESIRABLE, _COMMON, _PROMPT = range(3)
 
 
-class EncodedPairs(EncodedExamples[PreferenceRecord]):
+class EncodedPairs(EncodedChats[PreferenceRecord]):
     """The preference data of a source as tokens: two token sequences for each pair.
 
     Args:
@@ -37,7 +34,6 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
         config: says how they become rows.
         folder: the folder of the temporary file.
         unpaired: the loss takes single answers. Each answer of a pair is then a single one, too.
-        shares_prompts: store the prompt of a pair once for both answers.
     """
 
     parts = 2
@@ -47,25 +43,27 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
         self,
         records: Records[PreferenceRecord],
         renderer: AnyRenderer,
-        config: RowConfig,
+        config: PairConfig,
         folder: Path,
         unpaired: bool,
-        shares_prompts: bool,
     ) -> None:
         super().__init__(records, renderer, config, folder)
         self.unit = "answer" if unpaired else "pair"
         self.own_parts = 1 if unpaired else 2
         self.digest_note = f" {unpaired}"
         self.unpaired = unpaired
-        self.shares_prompts = shares_prompts
-        self._pairs = array.array("q")  # a row of the table of pairs for each
+        self.shares_prompts = config.shares_prompts
+        # For each pair: whether its first answer is desirable, and the tokens of the prompt that
+        # are stored for the first answer alone.
+        self._are_desirable: list[bool] = []
+        self._shared = array.array("q")
         # By whether they are eval data: the first record, which is compared with the last one, with
         # its answers, and the last record so far.
         self._first: dict[bool, tuple[_Read, list[TokenSequence]]] = {}
         self._previous: dict[bool, PreferenceRecord] = {}
 
     def encode(self) -> None:
-        """Read and render all records; see :class:`EncodedExamples`."""
+        """Read and render all records; see :class:`EncodedChats`."""
         if self.unpaired:
             self.records.divide()  # answers are compared inside their split
         super().encode()
@@ -74,7 +72,6 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
 
     def add(self, read: _Read, rendered: Rendered) -> None:
         """Store the answers of a record in pairs."""
-        assert read.record is not None, "it was rendered"
         if not self.unpaired:
             chosen, rejected = rendered.sequences
             self._add_pair(read.number, chosen, rejected, read.record.desirable)
@@ -92,13 +89,12 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
 
         That answer is rendered after their own prompt.
         """
-        assert read.record is not None, "it was rendered"
         previous = self._previous[bool(self.records.is_in["eval"][read.number])]
         try:
             compared = self.renderer(read.record._replace(answers=previous.answers[:1]))
         except BadRecord as error:
             reason = f"compared with the answer of the record before: {error}"
-            self.refuse(read, BadRecord(reason))
+            self.records.refuse(read.number, read.place, BadRecord(reason))
             return
         for number, answer in enumerate(answers):
             # Of two answers, the first is the chosen one.
@@ -109,41 +105,31 @@ class EncodedPairs(EncodedExamples[PreferenceRecord]):
         self, record: int, first: TokenSequence, second: TokenSequence, is_desirable: bool
     ) -> None:
         self.add_example(record, first, second)
-        length = min(len(first.ids), len(second.ids))
-        differences = np.flatnonzero(first.ids[:length] != second.ids[:length])
-        common = int(differences[0]) if len(differences) else length
-        are_targets = first.loss_mask[:common] | second.loss_mask[:common]
-        prompt = int(np.argmax(are_targets)) if are_targets.any() else common
-        self._pairs.extend((int(is_desirable), common, prompt))
+        self._are_desirable.append(is_desirable)
+        shared = 0
+        if self.shares_prompts:
+            length = min(len(first.ids), len(second.ids))
+            is_prompt = first.ids[:length] == second.ids[:length]
+            is_prompt &= ~first.loss_mask[:length] & ~second.loss_mask[:length]
+            # The last token of the prompt predicts the first one of the answer.
+            shared = max(int(np.logical_and.accumulate(is_prompt).sum()) - 1, 0)
+        self._shared.append(shared)
 
     def truncated(self, sequences: np.ndarray, width: int) -> np.ndarray:
         """Return the first tokens of answers with their prompts, which end no turn."""
-        ends = self.ends()[sequences]
-        for i, sequence in enumerate(sequences.tolist()):
-            ids, loss_mask = self.store.read(sequence)
-            beginning = cut(TokenSequence(ids, loss_mask, 0), width, self.renderer.encoder)
-            targets = int(beginning.loss_mask.sum())
-            ends[i] = (sequence, width, targets, beginning.target_bytes, 0, 0)
+        ends: np.ndarray = self.ends()[sequences]
+        starts = self.store.bounds[sequences].tolist()
+        for i, start in enumerate(starts):
+            encoded = self.store.read_encoded(start, start + width)
+            targets = encoded[encoded >= 0]
+            text = self.renderer.encoder.decode(targets.tolist())
+            ends[i] = (sequences[i], width, len(targets), len(text.encode()), 0, 0)
         return ends
-
-    def are_same(self, sequences: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return whether the answers of pairs have the same tokens; no single answer does."""
-        common = self._pairs_of(sequences)[:, _COMMON]
-        are_same: np.ndarray = (lengths == lengths[:, :1]).all(axis=1) & (common >= lengths[:, 0])
-        return are_same & (not self.unpaired)
 
     def examples_of(self, sequences: np.ndarray, lengths: np.ndarray) -> Examples:
         """Return what is written of pairs: of the second answer not the prompt that is shared."""
-        pairs = self._pairs_of(sequences)
+        pairs = sequences[:, 0] // self.parts
         written = super().examples_of(sequences, lengths)
-        written.is_first_desirable = pairs[:, _IS_DESIRABLE].astype(bool)
-        if self.shares_prompts:
-            # The last token of the prompt predicts the first one of the answer.
-            written.starts[:, 1] = np.maximum(pairs[:, _PROMPT] - 1, 0)
+        written.starts[:, 1] = np.array(self._shared, np.int64)[pairs]
+        written.is_first_desirable = np.array(self._are_desirable, bool)[pairs]
         return written
-
-    def _pairs_of(self, sequences: np.ndarray) -> np.ndarray:
-        """Return rows of the table of pairs, given their sequences, int64 [pairs, 3]."""
-        table = np.array(self._pairs, np.int64).reshape(-1, 3)
-        pairs: np.ndarray = table[sequences[:, 0] // self.parts]
-        return pairs

@@ -21,7 +21,7 @@ from llmtrain.data.chat_template import REASONING_OPTION, set_template
 from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.corpus import EncodedCorpus
 from llmtrain.data.data_log import describe
-from llmtrain.data.examples import EncodedConversations, EncodedSource
+from llmtrain.data.examples import EncodedChats, EncodedSource
 from llmtrain.data.formats import conversation_of, preference_of
 from llmtrain.data.order import Mixture
 from llmtrain.data.packing import TokenRows
@@ -184,7 +184,7 @@ def _make(folder: Path, request: DataRequest) -> None:
             encoding.mkdir()
             temporary.callback(shutil.rmtree, encoding, ignore_errors=True)
             source = _encoder_of(reader, tokenizer, renderer, request, encoding)
-            temporary.callback(source.close)
+            temporary.callback(source.store.close)
             source.encode()
             encoded.append(source)
 
@@ -281,15 +281,8 @@ def _encoder_of(
     assert request.chat is not None, "records that are not text have a config"
     assert renderer is not None, "and a renderer"
     if isinstance(request.chat, PairConfig):
-        return EncodedPairs(
-            reader,
-            renderer,
-            request.chat,
-            folder,
-            unpaired=request.unpaired,
-            shares_prompts=request.chat.shares_prompts,
-        )
-    return EncodedConversations(reader, renderer, request.chat, folder)
+        return EncodedPairs(reader, renderer, request.chat, folder, request.unpaired)
+    return EncodedChats(reader, renderer, request.chat, folder)
 
 
 def _write_rows(

@@ -31,12 +31,12 @@ class ReadRecord(NamedTuple, Generic[R]):
     Attributes:
         number: its number in the source, from 0.
         place: the file and the line or row, for error messages.
-        record: the document, conversation or preference record; ``None`` if the record is bad.
+        record: the document, conversation or preference record.
     """
 
     number: int
     place: str
-    record: R | None
+    record: R
 
 
 @dataclass
@@ -56,8 +56,8 @@ class Records(ABC, Generic[R]):
         max_train_samples: how many training records are used, the first ones; ``None`` for all.
         skips_bad: leave bad records out instead of stopping.
         field: the only field that is needed; ``None`` for all.
-        first_fault: the place of the first bad record that was skipped, and what is wrong with it;
-            empty if there is none.
+        bad: the numbers of the bad records that were skipped.
+        first_fault: the place of the first of them, and what is wrong with it.
         is_in: whether each record has something in a split, bool [records]; empty before the first
             pass. Bad records are training data. Records after the first ``max_train_samples`` are
             in no split.
@@ -73,6 +73,7 @@ class Records(ABC, Generic[R]):
     max_train_samples: int | None = None
     skips_bad: bool = False
     field: str | None = None
+    bad: set[int] = dataclasses.field(default_factory=set)
     first_fault: str = ""
     is_in: dict[Split, np.ndarray] = dataclasses.field(default_factory=dict)
     is_cut: bool = False
@@ -80,7 +81,7 @@ class Records(ABC, Generic[R]):
     bad_row_hint: ClassVar[str] = ""
 
     def read(self) -> Iterator[ReadRecord[R]]:
-        """Yield the records in the order of the source, also those that are bad.
+        """Yield the records in the order of the source, without bad ones.
 
         Records of no split are left out if the splits are known. If not, they are at the end.
 
@@ -100,13 +101,14 @@ class Records(ABC, Generic[R]):
                     raise self.source.changed()
                 if not is_used[number]:
                     continue
-            record = None
             try:
                 record = self.read_fields(fields)
             except BadRecord as error:
-                self.refuse(place, error)
+                self.refuse(number, place, error)
+                measures.extend((np.nan, 0))
+                continue
             if is_used is None:
-                measures.extend((np.nan, 0) if record is None else self.measure(record))
+                measures.extend(self.measure(record))
             yield ReadRecord(number, place, record)
 
         if is_used is None:
@@ -125,14 +127,15 @@ class Records(ABC, Generic[R]):
         if split is not None:
             self.divide()
         for number, _, record in self.read():
-            if record is not None and (split is None or self.is_in[split][number]):
+            if split is None or self.is_in[split][number]:
                 is_cut = self.is_cut and self.is_in["eval"][number]
                 yield from self.texts_of(record, split if is_cut else None)
 
-    def refuse(self, place: str, error: BadRecord) -> None:
+    def refuse(self, number: int, place: str, error: BadRecord) -> None:
         """Raise :class:`UserError` for a bad record, unless ``--on_bad_row`` says to skip it."""
         if not self.skips_bad:
             raise UserError(f"{place}: {error}{self.bad_row_hint}.") from None
+        self.bad.add(number)
         self.first_fault = self.first_fault or f"{place}: {error}"
 
     @abstractmethod
@@ -158,7 +161,7 @@ class Records(ABC, Generic[R]):
     def _divide(self, hashes: np.ndarray, sizes: np.ndarray) -> None:
         """Choose the split of each record; see :meth:`choose_eval` for the arguments."""
         total = sizes.sum()
-        if not total and not self.first_fault:
+        if not total and not self.bad:
             raise UserError(f"{self.source.flag} {self.source.name} holds no {self.unit}.")
         is_eval = hashes < self.eval_fraction  # NaN is not below the fraction
         largest = min(total * max(_LARGEST_EVAL_SHARE, 2 * self.eval_fraction), total - 1)
@@ -240,9 +243,8 @@ def text_of(fields: Fields, field: str) -> str:
     if field not in fields:
         names = ", ".join(map(str, fields))
         raise BadRecord(
-            f"no field '{field}'; the record has {names}. Rename fields with --columns: that of "
-            "a text, such as text=body, or those of conversations, such as prompt=question "
-            "completion=answer"
+            f"no field '{field}'; the record has {names}. Rename fields with --columns, such as "
+            "text=body, or prompt=question completion=answer"
         )
     text = fields[field]
     if not isinstance(text, str):

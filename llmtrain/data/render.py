@@ -403,14 +403,3 @@ def _with_turn(
     )
     turn_ends = (*earlier.turn_ends, turn_end)
     return TokenSequence(ids, loss_mask, turn_end.target_bytes, turn_ends)
-
-
-def cut(sequence: TokenSequence, width: int, encoder: TextEncoder) -> TokenSequence:
-    """Return the first ``width`` tokens of a sequence.
-
-    The result has no ``turn_ends``, so its turns count neither as turns nor as ended.
-    """
-    ids = sequence.ids[:width]
-    loss_mask = sequence.loss_mask[:width]
-    text = encoder.decode(ids[loss_mask].tolist())
-    return TokenSequence(ids, loss_mask, target_bytes=len(text.encode()))

@@ -140,9 +140,8 @@ def test_closing_a_store_on_a_full_disk_raises_no_second_error(tmp_path):
     store = TokenStore(path)
     store.add(np.arange(9), np.ones(9, bool))
     with pytest.raises(OSError, match="No space left"):
-        store.read(0)
+        store.read_encoded(0, 9)
     store.close()
-    assert not path.is_symlink()
 
 
 def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(cache):

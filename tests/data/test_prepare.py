@@ -74,7 +74,7 @@ def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path, tokenizer,
     assert documents_of(tokenized.train, tokenized) == TEXTS
     assert tokenized.eval is None
 
-    targets = np.array(tokenized.train.dataset[:]["input_ids"])[:, 1:]
+    targets = np.array(tokenized.train.data["input_ids"].to_pylist())[:, 1:]
     assert targets.shape == (tokenized.metadata.train_rows, block_size)
     assert (targets != IGNORED).sum() == len(tokens) - 1 == tokenized.metadata.train_tokens
 

@@ -122,7 +122,7 @@ def test_the_targets_are_the_assistants_messages_and_their_end_tokens(tmp_path, 
     assert dict(zip(texts, answers, strict=True)) == expected
 
     metadata = tokenized.metadata
-    labels = np.array(tokenized.train.dataset["labels"])
+    labels = np.array(tokenized.train.data["labels"].to_pylist())
     assert labels.shape == (metadata.train_rows, MAX_LENGTH + 1)
     assert metadata.train_tokens == (labels != IGNORED).sum()
     assert tokenized.is_packed == packing
@@ -368,7 +368,7 @@ def test_a_conversation_is_truncated_after_its_last_turn_that_fits(tmp_path, tok
     assert tokenized.metadata.eval_bytes == eval_bytes_of(tokenized)
     audit = audit_of(tokenized)
     assert audit.turns == audit.ended_turns == 2 * audit.kept
-    labels = np.array(tokenized.train.dataset["labels"])
+    labels = np.array(tokenized.train.data["labels"].to_pylist())
     assert audit.targets == (labels != IGNORED).sum()
 
 
