@@ -38,8 +38,6 @@ class Audit:
         shared_tokens: tokens that are not stored, because the answers of a pair share a prompt.
         rows: rows that were written.
         positions: positions of these rows, with padding.
-        turns: assistant turns that are trained.
-        ended_turns: the turns among these whose end-of-turn token is a target.
         untrained_turns: turns that are not trained, because their weight is 0 or the chat template
             shows them differently from the way it prompts for them.
         hidden_turns: turns whose reasoning, or whose text next to a tool call, the chat template
@@ -65,8 +63,6 @@ class Audit:
     shared_tokens: int = 0
     rows: int = 0
     positions: int = 0
-    turns: int = 0
-    ended_turns: int = 0
     untrained_turns: int = 0
     hidden_turns: int = 0
     special_as_text: int = 0
@@ -123,17 +119,11 @@ class Audit:
         """Return the lines of the start-up log."""
         share = self.targets / max(self.tokens, 1)
         fill = (self.tokens - self.shared_tokens) / max(self.positions, 1)
-        facts = [f"{self.targets:,} of {self.tokens:,} tokens are targets ({share:.1%})"]
-        if self.unit != "conversation":
-            shared_share = self.shared_tokens / max(self.tokens, 1)
-            facts.append(
-                f"{self.shared_tokens:,} positions saved by sharing prompts ({shared_share:.1%})"
-            )
-        facts.append(f"{pluralize(self.rows, 'row')} {is_or_are(self.rows)} {fill:.1%} full")
-        if self.unit == "conversation":
-            facts.append(f"{self.ended_turns:,} of {pluralize(self.turns, 'turn')} train their end")
-
-        lines = [self.left_out(), ", ".join(facts)]
+        lines = [
+            self.left_out(),
+            f"{self.targets:,} of {self.tokens:,} tokens are targets ({share:.1%}), "
+            f"{pluralize(self.rows, 'row')} {is_or_are(self.rows)} {fill:.1%} full",
+        ]
         if self.unit == "conversation" and self.examples + self.bad > self.records:
             lines.append(
                 f"{pluralize(self.records - self.bad, 'conversation')} make {self.examples:,} "

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from llmtrain.console import can_show_bars, check_interrupt, pluralize
+from llmtrain.console import can_show_bars, check_interrupt
 from llmtrain.data.audit import Audit, SplitStats, Unit
 from llmtrain.data.config import RowConfig
 from llmtrain.data.formats import Conversation, PreferenceRecord
@@ -31,10 +31,9 @@ R = TypeVar("R", Conversation, PreferenceRecord)
 
 # The counts of a rendered record that are kept.
 _RENDERED = ("untrained_turns", "hidden_turns", "special_as_text", *THINKING_COUNTS.values())
-# The columns of a table of turns: the sequence, the fields of a TurnEnd, and the number of turns of
-# the sequence up to there.
-_SEQUENCE, _LENGTH, _TARGETS, _BYTES, _ENDED, _TURNS = range(6)
-_COLUMNS = 6
+# The columns of a table of turns: the sequence, and the fields of a TurnEnd.
+_SEQUENCE, _LENGTH, _TARGETS, _BYTES, _ENDED = range(5)
+_COLUMNS = 5
 
 
 class EncodedSource(ABC):
@@ -149,10 +148,9 @@ class EncodedChats(EncodedSource, Generic[R]):
         for sequence in sequences:
             number = len(self.store)
             self.store.add(sequence.ids, sequence.loss_mask)
-            for turns, turn_end in enumerate(sequence.turn_ends, start=1):
+            for turn_end in sequence.turn_ends:
                 self._turns.append(number)
                 self._turns.extend(turn_end)
-                self._turns.append(turns)
 
     def lengths(self, split: Split) -> np.ndarray:
         """Return the smallest ``--max_length`` that holds each example, int64 [examples]."""
@@ -198,9 +196,7 @@ class EncodedChats(EncodedSource, Generic[R]):
         audit.shared_tokens = int(examples.starts.sum())
         audit.rows = written.rows
         audit.positions = written.rows * self.parts * width
-        audit.turns = int(ends[is_kept, :, _TURNS].sum())
-        audit.ended_turns = int(ends[is_kept, :, _ENDED].sum())
-        self._check(audit, split, max_length)
+        self._check(audit, split, max_length, has_ended=ends[is_kept, :, _ENDED].any())
         return written._replace(
             records=audit.records - audit.bad,
             bytes=int(ends[is_kept, :, _BYTES].sum()),
@@ -285,7 +281,7 @@ class EncodedChats(EncodedSource, Generic[R]):
             **counts,
         )
 
-    def _check(self, audit: Audit, split: Split, max_length: int) -> None:
+    def _check(self, audit: Audit, split: Split, max_length: int, has_ended: bool) -> None:
         """Raise :class:`UserError` if no example is left, or if no turn trains its end.
 
         Eval data may be empty, unless the user chose them.
@@ -296,9 +292,9 @@ class EncodedChats(EncodedSource, Generic[R]):
             raise UserError(
                 f"{source.flag} {source.name}: no example is left: {audit.left_out()}; {remedy}."
             )
-        if split == "train" and audit.unit == "conversation" and not audit.ended_turns:
+        if split == "train" and audit.unit == "conversation" and not has_ended:
             raise UserError(
-                f"--dataset {source.name}: none of {pluralize(audit.turns, 'turn')} trains the "
-                "token that ends it, so the model would never stop. Put that token inside "
-                "{% generation %} in the chat template, or remove those marks."
+                f"--dataset {source.name}: no turn trains the token that ends it, so the model "
+                "would never stop. Put that token inside {% generation %} in the chat template, or "
+                "remove those marks."
             )

@@ -67,8 +67,8 @@ class EncodedPairs(EncodedChats[PreferenceRecord]):
         if self.unpaired:
             self.records.divide()  # answers are compared inside their split
         super().encode()
-        for read, answers in self._first.values():
-            self._add_singles(read, answers)
+        for is_eval, (read, answers) in self._first.items():
+            self._add_singles(read, answers, self._previous[is_eval])
 
     def add(self, read: _Read, rendered: Rendered) -> None:
         """Store the answers of a record in pairs."""
@@ -79,17 +79,18 @@ class EncodedPairs(EncodedChats[PreferenceRecord]):
 
         is_eval = bool(self.records.is_in["eval"][read.number])
         if is_eval in self._first:
-            self._add_singles(read, rendered.sequences)
+            self._add_singles(read, rendered.sequences, self._previous[is_eval])
         else:
             self._first[is_eval] = (read, rendered.sequences)
         self._previous[is_eval] = read.record
 
-    def _add_singles(self, read: _Read, answers: list[TokenSequence]) -> None:
+    def _add_singles(
+        self, read: _Read, answers: list[TokenSequence], previous: PreferenceRecord
+    ) -> None:
         """Store single answers, each with the first answer of the record before theirs.
 
         That answer is rendered after their own prompt.
         """
-        previous = self._previous[bool(self.records.is_in["eval"][read.number])]
         try:
             compared = self.renderer(read.record._replace(answers=previous.answers[:1]))
         except BadRecord as error:
@@ -123,7 +124,7 @@ class EncodedPairs(EncodedChats[PreferenceRecord]):
             encoded = self.store.read_encoded(start, start + width)
             targets = encoded[encoded >= 0]
             text = self.renderer.encoder.decode(targets.tolist())
-            ends[i] = (sequences[i], width, len(targets), len(text.encode()), 0, 0)
+            ends[i] = (sequences[i], width, len(targets), len(text.encode()), 0)
         return ends
 
     def examples_of(self, sequences: np.ndarray, lengths: np.ndarray) -> Examples:

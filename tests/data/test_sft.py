@@ -274,7 +274,6 @@ def test_the_audit_has_the_counts_of_the_records(
     )
 
     tokens = sum(map(size_of, kept))
-    turns = sum(chatml_answers(record).count(CHATML_END) for record in kept)
     rows = len(tokenized.train)
     assert rows == len(kept) or packing
     assert audit_of(tokenized) == Audit(
@@ -291,8 +290,6 @@ def test_the_audit_has_the_counts_of_the_records(
         targets=sum(map(target_count, kept)),
         rows=rows,
         positions=rows * (MAX_LENGTH + 1),
-        turns=turns,
-        ended_turns=turns,
     )
     assert log_lines(capsys, "audit")[0].startswith(f"{len(kept)} of 17 examples: 3 overlong")
 
@@ -367,7 +364,6 @@ def test_a_conversation_is_truncated_after_its_last_turn_that_fits(tmp_path, tok
     assert sorted(texts) == sorted(map(chatml, fitting))
     assert tokenized.metadata.eval_bytes == eval_bytes_of(tokenized)
     audit = audit_of(tokenized)
-    assert audit.turns == audit.ended_turns == 2 * audit.kept
     labels = np.array(tokenized.train.data["labels"].to_pylist())
     assert audit.targets == (labels != IGNORED).sum()
 
@@ -443,7 +439,7 @@ def test_a_bad_record_is_an_error_with_its_place_or_is_left_out(
         ([LONG_ANSWER, LONG_QUESTION], {}, "--max_length 95 to 128"),
         ([LONG_QUESTION], {"overlong": "truncate"}, "--max_length 95 to"),
         ([AMBIGUOUS], {"on_bad_row": "skip"}, "line 1"),
-        (chat_records(10), {"chat_template": MARKS_ANSWERS}, "none of 10 turns trains the token"),
+        (chat_records(10), {"chat_template": MARKS_ANSWERS}, "no turn trains the token"),
         (chat_records(10), {"chat_template": COUNTS_WITHOUT_ROLES}, "10 turns not trained"),
         (chat_records(2), {"format": "alpaca"}, "instruction"),
         (chat_records(2), {"dataset_num_proc": 0}, "--dataset_num_proc"),
