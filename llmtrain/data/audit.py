@@ -133,10 +133,8 @@ class Audit:
         if self.untrained_turns:
             lines.append(self._untrained())
         if self.hidden_turns:
-            lines.append(
-                f"{pluralize(self.hidden_turns, 'turn')} without reasoning, or without the text "
-                "next to a tool call: the chat template does not show it"
-            )
+            turns = pluralize(self.hidden_turns, "turn")
+            lines.append(f"{turns} whose reasoning, or text, the chat template does not show")
         if self.special_as_text:
             tokens = pluralize(self.special_as_text, "special token")
             lines.append(f"{tokens} in messages encoded as text")

@@ -154,14 +154,16 @@ class EncodedChats(EncodedSource, Generic[R]):
 
     def lengths(self, split: Split) -> np.ndarray:
         """Return the smallest ``--max_length`` that holds each example, int64 [examples]."""
-        return self._lengths_of(self.ends()[self._sequences_in(split)])
+        ends = self.ends()[self._sequences_in(split), _LENGTH]
+        lengths: np.ndarray = ends[:, : self.own_parts].max(axis=1) - self.tokens_beyond
+        return lengths
 
     def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
         """Write the rows of a split; see :class:`EncodedSource`."""
         sequences = self._sequences_in(split)
         complete = self.ends()[sequences]
         width = max_length + self.tokens_beyond
-        is_overlong = self._lengths_of(complete) > max_length
+        is_overlong = self.lengths(split) > max_length
         is_dropped = is_overlong & (self.config.overlong == "drop")
         if self.config.overlong == "error" and is_overlong.any():
             raise self._overlong_error(split, is_overlong, max_length)
@@ -245,11 +247,6 @@ class EncodedChats(EncodedSource, Generic[R]):
         is_in = self.records.is_in[split][np.array(self._records, np.int64)]
         selected: np.ndarray = sequences[is_in]
         return selected
-
-    def _lengths_of(self, ends: np.ndarray) -> np.ndarray:
-        """Return the smallest ``--max_length`` that holds each example, int64 [examples]."""
-        lengths: np.ndarray = ends[:, : self.own_parts, _LENGTH].max(axis=1) - self.tokens_beyond
-        return lengths
 
     def _overlong_error(self, split: Split, is_overlong: np.ndarray, max_length: int) -> UserError:
         """Return the error that names the first overlong example of a split."""
