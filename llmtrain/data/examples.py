@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 from tqdm import tqdm
@@ -18,16 +18,13 @@ from tqdm import tqdm
 from llmtrain.console import can_show_bars, check_interrupt
 from llmtrain.data.audit import Audit, SplitStats, Unit
 from llmtrain.data.config import RowConfig
-from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Examples, TokenStore, write_rows
-from llmtrain.data.records import ReadRecord, Records, Split
+from llmtrain.data.records import Chat, ReadRecord, Records, Split
 from llmtrain.data.render import AnyRenderer, Rendered, TokenSequence
 from llmtrain.data.rendering_pool import render_all
 from llmtrain.data.turns import THINKING_COUNTS
 from llmtrain.errors import UserError
-
-R = TypeVar("R", Conversation, PreferenceRecord)
 
 # The counts of a rendered record that are kept.
 _RENDERED = ("untrained_turns", "hidden_turns", "special_as_text", *THINKING_COUNTS.values())
@@ -86,7 +83,7 @@ class EncodedSource(ABC):
         """
 
 
-class EncodedChats(EncodedSource, Generic[R]):
+class EncodedChats(EncodedSource, Generic[Chat]):
     """The conversations of a source as tokens. The assistant's turns are trained.
 
     A conversation is one token sequence, unless the chat template changes earlier turns. Then it
@@ -116,7 +113,7 @@ class EncodedChats(EncodedSource, Generic[R]):
     digest_note = ""
 
     def __init__(
-        self, records: Records[R], renderer: AnyRenderer, config: RowConfig, folder: Path
+        self, records: Records[Chat], renderer: AnyRenderer, config: RowConfig, folder: Path
     ) -> None:
         super().__init__(records, folder)
         self.renderer = renderer
@@ -137,7 +134,7 @@ class EncodedChats(EncodedSource, Generic[R]):
                 records.extend([read.number] * rendered.counts[name])
             self.add(read, rendered)
 
-    def add(self, read: ReadRecord[R], rendered: Rendered) -> None:
+    def add(self, read: ReadRecord[Chat], rendered: Rendered) -> None:
         """Store the examples of a rendered record."""
         for sequence in rendered.sequences:
             self.add_example(read.number, sequence)
