@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 from llmtrain.console import note
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.audit import SplitStats, covering_length, total_audit
+from llmtrain.data.audit import Audit, SplitStats, covering_length
 from llmtrain.data.chat_template import REASONING_OPTION, set_template
 from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.corpus import EncodedCorpus
@@ -51,7 +52,7 @@ def cached_rows(request: DataRequest) -> Tokenized:
     Raises:
         UserError: if the records are wrong, or if the cache cannot be written.
     """
-    folder = cache_folder() / request.digest
+    folder = cache_folder() / request.digest()
     rows = None
     with contextlib.suppress(OSError):
         rows = _open(folder, request)
@@ -111,12 +112,13 @@ def _open(folder: Path, request: DataRequest) -> Tokenized:
     return dataclasses.replace(
         rows,
         # The cache entry may have been made from other files with the same content.
-        metadata=dataclasses.replace(metadata, dataset=request.dataset, tokenizer=request.spec),
+        metadata=dataclasses.replace(
+            metadata, dataset=" ".join(request.train_names), tokenizer=request.spec
+        ),
         mixture=Mixture(metadata.source_rows, mixture) if mixture else None,
         new_tokens=[*request.new_tokens],
-        eval_names=[source.name for source in request.eval],
+        eval_names=request.eval_names,
         decided=request.decided,
-        notes=request.notes,
     )
 
 
@@ -157,73 +159,73 @@ def _make(folder: Path, request: DataRequest) -> None:
         request: the rows to make.
     """
     readers = [_reader_of(requested, request) for requested in request.sources]
-    spec = request.spec
-    with new_folder(folder) as working, contextlib.ExitStack() as temporary:
-        tokenizer = request.tokenizer
-        if tokenizer is None:
-            trained = tok.train_tokenizer(
-                spec,
-                train=chain.from_iterable(reader.texts("train") for reader in readers),
-                all_texts=lambda: chain.from_iterable(reader.texts() for reader in readers),
-            )
-            tokenizer = tok.as_pretrained(trained)
-            if request.chat is not None:
-                set_template(tokenizer, request.chat.chat_template)
+    tokenizer = request.tokenizer
+    if tokenizer is None:
+        tokenizer = _train_tokenizer(request, readers)
+    renderer = None
+    if request.chat is not None:
+        only_last_turns = isinstance(request.chat, ChatConfig) and request.chat.turns == "last"
+        renderer = make_renderer(tokenizer, request.stop_token_ids, only_last_turns)
 
-        renderer = None
-        if request.chat is not None:
-            renderer = make_renderer(
-                tokenizer,
-                stop_token_ids=request.stop_token_ids,
-                only_last_turns=isinstance(request.chat, ChatConfig)
-                and request.chat.turns == "last",
-            )
+    with new_folder(folder) as working, contextlib.ExitStack() as temporary:
         encoded: list[EncodedSource] = []
-        for number, reader in enumerate(readers):
-            encoding = working / f"encoding-{number}"
-            encoding.mkdir()
-            temporary.callback(shutil.rmtree, encoding, ignore_errors=True)
-            source = _encoder_of(reader, tokenizer, renderer, request, encoding)
+        for reader in readers:
+            encoding = temporary.enter_context(TemporaryDirectory(dir=working))
+            source = _encoder_of(reader, tokenizer, renderer, request, Path(encoding))
             temporary.callback(source.store.close)
             source.encode()
             encoded.append(source)
-
-        covering = covering_length(np.concatenate([one.lengths("train") for one in encoded]))
-        if request.max_length == "auto":
-            # If there are no examples, writing the rows reports that, whatever their length.
-            length = max(covering, 1)
-            if request.max_positions is not None:
-                length = min(length, request.max_positions)
-        else:
-            length = request.max_length
-        if tok.is_trained(spec):
-            tokenizer.model_max_length = length
+        length = _row_length(request, encoded)
         train, eval = _write_rows(working, request, encoded, length)
-        audits = [stats.audit for stats in train if stats.audit]
-        if audits:
-            # The finished tokenizer_config.json has this, too.
-            tokenizer.init_kwargs.pop(REASONING_OPTION, None)
-            tokenizer.init_kwargs |= total_audit(audits).template_options
-        # A library in Rust raises no OSError.
-        with as_user_error(f"the tokenizer cannot be written to {folder}", describe=first_line):
-            tokenizer.save_pretrained(working / "tokenizer")
+        temporary.close()  # deletes what is not part of the entry
 
         metadata = metadata_of(
-            request.dataset,
-            spec,
+            " ".join(request.train_names),
+            request.spec,
             tokenizer,
             length,
             train=train,
             eval=eval,
             shared=request.chat is not None and request.chat.shares_prompts,
-            covering_length=covering,
             stop_token_ids=[] if renderer is None else sorted(renderer.stop_token_ids),
         )
-        temporary.close()  # deletes what is not part of the entry
+        if tok.is_trained(request.spec):
+            tokenizer.model_max_length = length
+        if metadata.audit is not None:
+            # The finished tokenizer_config.json has this, too.
+            tokenizer.init_kwargs.pop(REASONING_OPTION, None)
+            tokenizer.init_kwargs |= Audit(**metadata.audit).template_options
+        # A library in Rust raises no OSError.
+        with as_user_error(f"the tokenizer cannot be written to {folder}", describe=first_line):
+            tokenizer.save_pretrained(working / "tokenizer")
+
         files = sorted(path for path in working.rglob("*") if path.is_file())
         hashes = {str(path.relative_to(working)): read_hashed(path) for path in files}
         content = {"metadata": dataclasses.asdict(metadata), "files": hashes}
         write_sealed(working / "facts.json", content)
+
+
+def _train_tokenizer(request: DataRequest, readers: Sequence[Records[Any]]) -> tok.FastTokenizer:
+    """Train the tokenizer on the data, and give it the chat template that they need."""
+    trained = tok.train_tokenizer(
+        request.spec,
+        train=chain.from_iterable(reader.texts("train") for reader in readers),
+        all_texts=lambda: chain.from_iterable(reader.texts() for reader in readers),
+    )
+    tokenizer = tok.as_pretrained(trained)
+    if request.chat is not None:
+        set_template(tokenizer, request.chat.chat_template)
+    return tokenizer
+
+
+def _row_length(request: DataRequest, encoded: Sequence[EncodedSource]) -> int:
+    """Return ``--max_length``; with ``auto``, a length that most training examples fit in."""
+    if request.max_length != "auto":
+        return request.max_length
+    lengths = [source.lengths("train") for source in encoded]
+    # If there are no examples, writing the rows reports that, whatever their length.
+    length = max(covering_length(np.concatenate(lengths)), 1)
+    return min(length, request.max_positions or length)
 
 
 # --- the stages of each source
@@ -308,7 +310,7 @@ def _write_rows(
         sizes = [stats.targets for stats in train]
         smallest = min(sizes)
         if smallest < length:
-            name = request.train[sizes.index(smallest)].name
+            name = request.train_names[sizes.index(smallest)]
             flag = "--max_length" if request.takes_conversations else "--block_size"
             raise UserError(
                 f"{flag} {length} is larger than the training text "

@@ -49,8 +49,6 @@ class DataMetadata:
         stop_token_ids: the tokens at which an answer ends; empty for text.
         pairs: the largest number of pairs in a row.
         shared: whether the answers of a pair share one copy of their prompt.
-        covering_length: the smallest ``--max_length``, in multiples of 64, that is long enough for
-            99.5 % of the training conversations; 0 for text.
         cache_entry: the name of the rows' folder in the cache; empty for rows that the recipe made.
     """
 
@@ -76,7 +74,6 @@ class DataMetadata:
     stop_token_ids: list[int] = field(default_factory=list)
     pairs: int = 0
     shared: bool = False
-    covering_length: int = 0
     cache_entry: str = ""
 
 
@@ -159,7 +156,6 @@ class Tokenized:
         in_order: draw the rows in the stored order instead of a permutation.
         eval_names: the names of the data sets that the eval rows may come from.
         decided: the values that :func:`llmtrain.tokenize` has chosen for flags, by their names.
-        notes: lines for the log about these values, each with its name.
     """
 
     train: TokenRows
@@ -171,7 +167,6 @@ class Tokenized:
     in_order: bool = False
     eval_names: Sequence[str] = ()
     decided: Mapping[str, Any] = field(default_factory=dict)
-    notes: Sequence[tuple[str, str]] = ()
 
     @property
     def vocabulary(self) -> int:

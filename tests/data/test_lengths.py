@@ -157,7 +157,7 @@ def test_the_log_suggests_a_length_if_more_than_one_in_200_does_not_fit(tmp_path
     assert "are longer than" not in capsys.readouterr().out
     assert tokenize_lengths(tmp_path, [50] * 199 + [600], "auto").metadata.block_size == 64
     tokenize_lengths(tmp_path, [50] * 198 + [600] * 2, 95)
-    assert "2 of 200 are longer than --max_length 95; --max_length 640" in capsys.readouterr().out
+    assert "2 of 200 are longer than --max_length 95; --max_length auto" in capsys.readouterr().out
 
 
 def test_the_error_if_no_conversation_fits_suggests_a_length(tmp_path):

@@ -110,7 +110,7 @@ def test_counts_and_losses_of_both_kinds(chat_file, text_file, capsys, is_text_f
     text = tokenize(data_config(text_file, eval_fraction=0.2), BLOCK)
     capsys.readouterr()
     mixed = tokenize_files(*paths, eval_fraction=0.2)
-    assert ": 70 conversations and documents, " in capsys.readouterr().out
+    assert ": 70 records, " in capsys.readouterr().out
     assert mixed.metadata.task == "conversations"
     assert mixed.metadata.audit == chats.metadata.audit
     assert mixed.metadata.eval_audit == chats.metadata.eval_audit
