@@ -1,6 +1,5 @@
 """Settings of the data set, the global batch, chat data and preference data."""
 
-import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -149,12 +148,6 @@ class DataConfig(BatchConfig):
         if self.tokenizer is not None:
             self.tokenizer = tokenizer_folder(self.tokenizer)
 
-        for suffix in self.text_suffixes:
-            if not re.fullmatch(r"\.[^./*]+", suffix):
-                raise UserError(
-                    f"--text_suffixes {suffix}: write the end of a file's name from its last dot "
-                    "on, such as .py."
-                )
         self.text_suffixes = [suffix.lower() for suffix in self.text_suffixes]
         parse_columns(self.columns)  # so that a wrong word is reported now
 

@@ -9,6 +9,7 @@ the row at position ``p`` of epoch ``e`` takes the same time for any ``p``, need
 gives the same row on every machine.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from math import lcm
@@ -205,11 +206,10 @@ class GlobalBatchSampler:
         self.mixture = mixture
         self.lengths = lengths
         # Batches are computed for a block of consecutive steps, and the last block is kept.
+        self._batches = functools.lru_cache(maxsize=1)(self._batches_of)
         self._steps_per_block = max(_POSITIONS_PER_BLOCK // global_batch_size, 1)
         if lengths is not None:
             self._steps_per_block = BATCHES_PER_MEGABATCH
-        self._block: tuple[int, int] | None = None
-        self._batches: list[np.ndarray] = []
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -227,10 +227,7 @@ class GlobalBatchSampler:
             epoch, step_of_epoch = divmod(step, steps_per_epoch)
 
         block, step_of_block = divmod(step_of_epoch, self._steps_per_block)
-        if self._block != (epoch, block):
-            self._batches = self._batches_of(epoch, block)
-            self._block = (epoch, block)
-        rows: list[int | None] = self._batches[step_of_block].tolist()
+        rows: list[int | None] = self._batches(epoch, block)[step_of_block].tolist()
 
         padding = [None] * (self.batch_size - len(rows))
         first_position = step * self.batch_size

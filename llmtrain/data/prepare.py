@@ -116,7 +116,7 @@ def _open(folder: Path, request: DataRequest) -> Tokenized:
             metadata, dataset=" ".join(request.train_names), tokenizer=request.spec
         ),
         mixture=Mixture(metadata.source_rows, mixture) if mixture else None,
-        new_tokens=[*request.new_tokens],
+        new_tokens=request.new_tokens,
         eval_names=request.eval_names,
         decided=request.decided,
     )

@@ -3,18 +3,13 @@
 Everything that can be wrong with the flags is reported here, before any row is made.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal
 
 from llmtrain.config.flags import flags_of
 from llmtrain.console import say
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import (
-    DEFAULT_TEMPLATE,
-    set_template,
-    template_text,
-)
+from llmtrain.data.chat_template import DEFAULT_TEMPLATE, set_template, template_text
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.order import counts_per_period
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
@@ -29,15 +24,26 @@ from llmtrain.interfaces.packing_support import PackingSupport
 _FORMAT_VERSION = 13
 
 
-@dataclass(frozen=True)
 class DataRequest:
     """The rows that a recipe asks for.
 
+    It checks the flags, and finds out what the data sets hold.
+
+    Args:
+        config: the data sets and the tokenizer.
+        max_length: the length of the rows, or ``auto``.
+        chat: how conversations or pairs become rows, if the recipe trains on them.
+        support: what rows the model can be trained on, if it is known.
+        trust_remote_code: run code that comes with the tokenizer.
+        own_source: the records of a recipe that has its own data.
+        unpaired: the loss takes single answers with a label, not only pairs.
+        max_positions: the number of positions of the model, which ``auto`` does not exceed.
+
     Attributes:
-        config: the flags of the data sets.
         sources: the data sets to train on, then those to evaluate on.
         train_names: the names of the data sets to train on.
         eval_names: the names of the data sets that have eval records.
+        spec: the value of ``--tokenizer``.
         tokenizer: the tokenizer with its chat template; ``None`` to train one on the data.
         new_tokens: tokens that the chat template has added to it.
         stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
@@ -45,32 +51,65 @@ class DataRequest:
         chat: how conversations or pairs become rows; ``None`` if all data sets are text.
         takes_conversations: whether the recipe trains on conversations or pairs, too, and not only
             on text.
-        unpaired: the loss takes single answers with a label, not only pairs.
         text_columns: the columns of rows of text.
-        max_length: the length of the rows, or ``auto``.
-        max_positions: the number of positions of the model, which ``auto`` does not exceed.
         decided: what the flags left open, by their names.
+
+    Raises:
+        UserError: if the data, the tokenizer or the flags are wrong.
     """
 
-    config: DataConfig
-    sources: list[RequestedSource]
-    train_names: list[str]
-    eval_names: list[str]
-    tokenizer: "tok.FastTokenizer | None"
-    new_tokens: Sequence[int]
-    stop_token_ids: Sequence[int]
-    chat: RowConfig | None
-    takes_conversations: bool
-    unpaired: bool
-    text_columns: list[str]
-    max_length: int | Literal["auto"]
-    max_positions: int | None
-    decided: dict[str, Any]
+    def __init__(
+        self,
+        config: DataConfig,
+        max_length: int | Literal["auto"],
+        chat: RowConfig | None,
+        support: PackingSupport | None,
+        trust_remote_code: bool,
+        own_source: Source | None,
+        unpaired: bool,
+        max_positions: int | None,
+    ) -> None:
+        assert config.tokenizer is not None, "the recipe sets a tokenizer if the user named none"
+        self.config = config
+        self.max_length = max_length
+        self.takes_conversations = chat is not None
+        self.unpaired = unpaired
+        self.max_positions = max_positions
+        self.spec = config.tokenizer
 
-    @property
-    def spec(self) -> str:
-        """The value of ``--tokenizer``."""
-        return str(self.config.tokenizer)
+        # Wrong numbers are reported before any text is read.
+        if tok.is_trained(self.spec):
+            tok.vocabulary_size(self.spec)
+        if config.mixture:
+            counts_per_period(config.mixture)
+        _check_data_flags(config, has_own_records=own_source is not None)
+        self.sources = requested_sources(config, chat, own_source, unpaired)
+        _check_record_flags(config, self.sources, chat, max_length)
+        self.train_names = [each.source.name for each in self.sources if each.is_for_training]
+        self.eval_names = [each.source.name for each in self.sources if each.is_for_eval]
+
+        self.decided: dict[str, Any] = {"dataset": self.train_names}
+        self.chat: RowConfig | None = None
+        self.text_columns = ["input_ids"]
+        if config.isolate_documents:
+            self.text_columns.append("position_ids")
+        if chat is not None and any(requested.format != "text" for requested in self.sources):
+            if support is not None:
+                self.decided |= _decide_packing(chat, support)
+            self.chat = chat.with_values(self.decided)
+            # Beside conversations, text has the columns of conversations, because all rows of a run
+            # have the same ones.
+            last_column = TOKEN_COLUMNS[-1] if self.chat.is_packed else LENGTHS
+            self.text_columns = [*TOKEN_COLUMNS[:-1], last_column]
+
+        self.tokenizer: tok.FastTokenizer | None = None
+        self.new_tokens: list[int] = []
+        self.stop_token_ids: list[int] = []
+        if not tok.is_trained(self.spec):
+            self.tokenizer = tok.load_tokenizer(self.spec, trust_remote_code)
+            if self.chat is not None:
+                self.new_tokens = _set_template(self.tokenizer, self.chat, self.sources)
+                self.stop_token_ids = tok.stop_token_ids_of(self.spec)
 
     def digest(self) -> str:
         """Return a hash of everything that the rows depend on, the name of their cache entry."""
@@ -106,81 +145,6 @@ class DataRequest:
             "unpaired": self.unpaired,
         }
         return digest(content)[:32]
-
-
-def make_request(
-    config: DataConfig,
-    max_length: int | Literal["auto"],
-    chat: RowConfig | None,
-    support: PackingSupport | None,
-    trust_remote_code: bool,
-    own_source: Source | None,
-    unpaired: bool,
-    max_positions: int | None,
-) -> DataRequest:
-    """Check the flags, and find out what the data sets hold.
-
-    Args:
-        config: the data sets and the tokenizer.
-        max_length: the length of the rows, or ``auto``.
-        chat: how conversations or pairs become rows, if the recipe trains on them.
-        support: what rows the model can be trained on, if it is known.
-        trust_remote_code: run code that comes with the tokenizer.
-        own_source: the records of a recipe that has its own data.
-        unpaired: the loss takes single answers with a label, not only pairs.
-        max_positions: the number of positions of the model, which ``auto`` does not exceed.
-
-    Raises:
-        UserError: if the data, the tokenizer or the flags are wrong.
-    """
-    assert config.tokenizer is not None, "the recipe sets a tokenizer if the user named none"
-    # Wrong numbers are reported before any text is read.
-    if tok.is_trained(config.tokenizer):
-        tok.vocabulary_size(config.tokenizer)
-    if config.mixture:
-        counts_per_period(config.mixture)
-    _check_data_flags(config, has_own_records=own_source is not None)
-
-    sources = requested_sources(config, chat, own_source, unpaired)
-    _check_record_flags(config, sources, chat, max_length)
-    train_names = [requested.source.name for requested in sources if requested.is_for_training]
-
-    decided: dict[str, Any] = {"dataset": train_names}
-    row_config = None
-    text_columns = ["input_ids", "position_ids"] if config.isolate_documents else ["input_ids"]
-    if chat is not None and any(requested.format != "text" for requested in sources):
-        if support is not None:
-            decided |= _decide_packing(chat, support)
-        row_config = chat.with_values(decided)
-        # Beside conversations, text has the columns of conversations, because all rows of a run
-        # have the same ones.
-        text_columns = TOKEN_COLUMNS if row_config.is_packed else [*TOKEN_COLUMNS[:-1], LENGTHS]
-
-    tokenizer = None
-    new_tokens: list[int] = []
-    stop_token_ids: list[int] = []
-    if not tok.is_trained(config.tokenizer):
-        tokenizer = tok.load_tokenizer(config.tokenizer, trust_remote_code)
-        if row_config is not None:
-            new_tokens = _set_template(tokenizer, row_config, sources)
-            stop_token_ids = tok.stop_token_ids_of(config.tokenizer)
-
-    return DataRequest(
-        config=config,
-        sources=sources,
-        train_names=train_names,
-        eval_names=[requested.source.name for requested in sources if requested.is_for_eval],
-        tokenizer=tokenizer,
-        new_tokens=new_tokens,
-        stop_token_ids=stop_token_ids,
-        chat=row_config,
-        takes_conversations=chat is not None,
-        unpaired=unpaired,
-        text_columns=text_columns,
-        max_length=max_length,
-        max_positions=max_positions,
-        decided=decided,
-    )
 
 
 def _decide_packing(chat: RowConfig, support: PackingSupport) -> dict[str, Any]:

@@ -6,11 +6,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.audit import SplitStats, total_audit
 from llmtrain.data.order import BATCHES_PER_MEGABATCH, Mixture
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS, Rows, TokenRows, as_matrices
-from llmtrain.data.readers import kind_of, suffix_of
+from llmtrain.data.readers import kind_of
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED
 
@@ -213,14 +215,12 @@ class Tokenized:
         """Return the tokens before the first answer of an eval conversation, if there is one."""
         if self.eval is None or self.metadata.task == "text":
             return None
-        end = len(self.eval)
-        for count in reversed(self.metadata.eval_source_rows):
-            if count > 0:
-                row = self.eval[end - 1]
-                first_target = next(i for i, label in enumerate(row["labels"]) if label != IGNORED)
-                if first_target > 0:  # the first token of a row of text is a target
-                    return row["input_ids"][:first_target]
-            end -= count
+        ends = np.cumsum(self.metadata.eval_source_rows).tolist()
+        for end in reversed([end for end in ends if end > 0]):
+            row = self.eval[end - 1]
+            first_target = next(i for i, label in enumerate(row["labels"]) if label != IGNORED)
+            if first_target > 0:  # the first token of a row of text is a target
+                return row["input_ids"][:first_target]
         return None
 
     @classmethod
@@ -247,23 +247,25 @@ class Tokenized:
             UserError: if a column is not of this form.
         """
         splits = [_as_token_rows(rows) for rows in (train, eval) if rows is not None]
-        names = [", ".join(rows.column_names) for rows in splits]
-        if len(set(names)) > 1:
+        width = len(splits[0][0]["input_ids"])
+        layouts = {f"{rows.column_names} of {len(rows[0]['input_ids'])} tokens" for rows in splits}
+        if len(layouts) > 1:
             raise UserError(
-                f"Tokenized.of: the training rows have {names[0]}, and the eval rows {names[1]}; "
-                "give both splits the same columns."
+                f"Tokenized.of: one split has {' and one '.join(layouts)}; give both the same."
             )
-        widths = {len(rows[0]["input_ids"]) for rows in splits}
-        if len(widths) > 1 or min(widths) < 2:
-            raise UserError(_WRONG_COLUMNS)
-
+        vocabulary = max(_largest_token(rows) for rows in splits) + 1
+        if tokenizer is not None and vocabulary > tok.vocabulary_of(tokenizer):
+            raise UserError(
+                f"Tokenized.of: the tokenizer has no token {vocabulary - 1}, which the rows hold; "
+                "pass the tokenizer that made the rows."
+            )
         eval_rows = None if eval is None else splits[1]
         metadata = metadata_of(
             "rows made by the recipe",
             spec="none" if tokenizer is None else tokenizer.name_or_path,
             tokenizer=tokenizer,
-            vocabulary=max(_largest_token(rows, tokenizer) for rows in splits) + 1,
-            block_size=min(widths) - 1,
+            vocabulary=vocabulary,
+            block_size=width - 1,
             train=[_measure(splits[0])],
             eval=[] if eval_rows is None else [_measure(eval_rows, tokenizer)],
         )
@@ -272,11 +274,8 @@ class Tokenized:
 
 def short_names(names: Sequence[str]) -> Sequence[str]:
     """Return the names of data sets without folders and suffixes, if these differ."""
-    short_names = []
-    for name in names:
-        path = Path(name)
-        suffix = suffix_of(path) if kind_of(path) else ""
-        short_names.append(path.name[: len(path.name) - len(suffix)] or name)
+    paths = [Path(name).absolute() for name in names]
+    short_names = [path.stem if kind_of(path) else path.name for path in paths]
     return short_names if len(set(short_names)) == len(short_names) else names
 
 
@@ -302,19 +301,18 @@ def _as_token_rows(rows: Rows) -> TokenRows:
             kinds.update(matrix.dtype.kind for matrix in as_matrices(column))
     except (pyarrow.ArrowException, ValueError):
         raise UserError(_WRONG_COLUMNS) from None
-    if "input_ids" not in table.column_names or len(lengths) != 1 or kinds != {"i"}:
+    is_too_short = bool(lengths & {None, 0, 1})
+    if len(lengths) != 1 or is_too_short or kinds != {"i"} or "input_ids" not in table.column_names:
         raise UserError(_WRONG_COLUMNS)
     return TokenRows(table)
 
 
-def _largest_token(rows: TokenRows, tokenizer: "tok.FastTokenizer | None") -> int:
-    """Return the largest token or label.
+def _largest_token(rows: TokenRows) -> int:
+    """Return the largest token or label. A number that is no token would stop a run later.
 
     Raises:
-        UserError: if a number is no token, or if the tokenizer does not have it. A model would fail
-            in the middle of a run.
+        UserError: if a number is negative.
     """
-    vocabulary = None if tokenizer is None else tok.vocabulary_of(tokenizer)
     largest = 0
     for name in {"input_ids", "labels"}.intersection(rows.column_names):
         for matrix in as_matrices(rows.data.column(name)):
@@ -323,11 +321,6 @@ def _largest_token(rows: TokenRows, tokenizer: "tok.FastTokenizer | None") -> in
                     f"Tokenized.of: {name} holds negative numbers; only {IGNORED} may be negative."
                 )
             largest = max(largest, int(matrix.max()))
-            if vocabulary is not None and largest >= vocabulary:
-                raise UserError(
-                    f"Tokenized.of: {name} holds {largest}; the tokenizer has {vocabulary} tokens. "
-                    "Pass the tokenizer that made the rows."
-                )
     return largest
 
 

@@ -30,22 +30,19 @@ def vocabulary_size(spec: str) -> int:
     """Return N of ``bpe:N``, or 0 for ``char`` and ``byte``.
 
     Raises:
-        UserError: if a byte-level BPE cannot have N tokens, or if ``char`` or ``byte`` comes with a
-            size.
+        UserError: if it is another word, or if a byte-level BPE cannot have N tokens.
     """
     kind, _, size = spec.partition(":")
-    if kind != "bpe":
-        if size:
-            raise UserError(f"--tokenizer {spec}: {kind} takes no size; write --tokenizer {kind}.")
+    if spec in ("char", "byte"):
         return 0
 
     smallest = len(_BYTES) + 1  # every byte, and the end-of-text token
     largest = 10**8
     is_number = size.isascii() and size.isdecimal() and len(size) < 10
-    if not is_number or not smallest <= int(size) <= largest:
+    if kind != "bpe" or not is_number or not smallest <= int(size) <= largest:
         raise UserError(
-            f"--tokenizer {spec}: write bpe:N with N from {smallest} to {largest:,}, such as "
-            "bpe:4096."
+            f"--tokenizer {spec}: write char, byte, or bpe:N with N from {smallest} to "
+            f"{largest:,}, such as bpe:4096."
         )
     return int(size)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmtrain.data.config import DataConfig, RowConfig
 from llmtrain.data.prepare import cached_rows
-from llmtrain.data.request import make_request
+from llmtrain.data.request import DataRequest
 from llmtrain.data.sources import PythonRecords, records_source
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
@@ -82,7 +82,7 @@ def tokenize(
     if max_length is None:
         raise UserError("tokenize: name a model, or the max_length of the rows.")
 
-    request = make_request(
+    request = DataRequest(
         data.with_values(decided),
         max_length,
         chat=chat,

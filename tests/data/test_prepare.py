@@ -17,7 +17,6 @@ from tokenizers.processors import TemplateProcessing
 from llmtrain.data import corpus, prepare
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.audit import SplitStats
-from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.packing import TOKEN_COLUMNS, TokenStore
 from llmtrain.data.records import Documents, text_of
@@ -507,12 +506,6 @@ def test_bad_data_or_settings_are_an_error_of_one_line_and_leave_no_cache_entry(
     path.write_bytes(content)
     assert error in complaint(data_config(path, **settings), 1)
     assert left_behind(cache) == []
-
-
-@pytest.mark.parametrize("suffix", ["*.py", ".tar.gz", ""])
-def test_a_suffix_of_text_begins_with_its_only_dot(suffix):
-    with pytest.raises(UserError, match="--text_suffixes"):
-        DataConfig(text_suffixes=[suffix])
 
 
 def test_a_full_disk_leaves_no_cache_entry_and_the_next_try_succeeds(tmp_path, cache, monkeypatch):

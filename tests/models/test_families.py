@@ -502,7 +502,7 @@ def test_only_a_default_max_length_is_lowered_to_the_positions_of_the_model(
 @pytest.mark.parametrize("recipe", [finetune, preference])
 def test_recipes_fit_max_length_to_the_model(recipe, model_of_32_positions, monkeypatch):
     make_request = mock.Mock(side_effect=InterruptedError)
-    monkeypatch.setattr("llmtrain.training.rows.make_request", make_request)
+    monkeypatch.setattr("llmtrain.training.rows.DataRequest", make_request)
     settings = copy.deepcopy(recipe.DEFAULTS)
     settings.model.model_name_or_path = model_of_32_positions
 

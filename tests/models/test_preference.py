@@ -614,7 +614,7 @@ def test_a_family_without_a_scoring_class_is_refused_before_data_are_prepared(
     def make_request(*arguments: object, **options: object) -> None:
         pytest.fail("the data were prepared")
 
-    monkeypatch.setattr("llmtrain.training.rows.make_request", make_request)
+    monkeypatch.setattr("llmtrain.training.rows.DataRequest", make_request)
     (tmp_path / "config.json").write_text('{"model_type": "lfm2"}')
     for source in ("--from_config lfm2", f"--model_name_or_path {tmp_path}"):
         settings = lt.parse(preference.DEFAULTS, f"{source} --loss_type reward".split())
