@@ -34,8 +34,12 @@ def packing_support(config: ModelConfig, *, is_reward_model: bool = False) -> Pa
     """
     if not is_reward_model:
         check_causal_lm_class(config)
+    sized = config
+    if config.max_length == "auto":
+        # A new model needs a number of positions. Its class does not depend on it.
+        sized = config.with_values({"max_length": 1024})
     try:
-        model_config = model_configuration(config)
+        model_config = model_configuration(sized)
     except Exception:  # loading the model will report what is wrong with it
         return None
 

@@ -36,6 +36,7 @@ def support_of(family: str, **settings: Any) -> PackingSupport:
 )
 def test_a_class_packs_as_the_list_says(family: str, expected: PackingSupport) -> None:
     assert support_of(family) == expected
+    assert support_of(family, max_length="auto") == expected
 
 
 @pytest.mark.parametrize("implementation", ["eager", "flash_attention_2"])
