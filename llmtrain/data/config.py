@@ -156,11 +156,6 @@ class DataConfig(BatchConfig):
                 f"--mixture has {len(self.mixture)} numbers for {len(self.dataset)} data sets; "
                 "give one for each."
             )
-        for weight in self.mixture:
-            if not 0 < weight < float("inf"):
-                raise UserError(
-                    f"--mixture {weight} is out of range: every number must be above 0."
-                )
 
     @property
     def column_names(self) -> dict[str, str]:
@@ -225,11 +220,6 @@ class RowConfig(Config):
     def is_packed(self) -> bool:
         """Whether a row may hold several conversations or pairs."""
         return self.packing is not False
-
-    @property
-    def shares_prompts(self) -> bool:
-        """Whether two answers follow one copy of their prompt."""
-        return False
 
 
 @dataclass

@@ -8,7 +8,7 @@ from llmtrain.console import is_or_are, pluralize, say
 from llmtrain.data.audit import COVERED_SHARE, Audit
 from llmtrain.data.readers import Source
 from llmtrain.data.request import DataRequest
-from llmtrain.data.tokenized import DataMetadata, Tokenized, short_names
+from llmtrain.data.tokenized import Tokenized, short_names
 
 _TASKS = {
     "text": "continued pretraining",
@@ -36,8 +36,7 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
         f"({metadata.tokenizer}); {outcome}",
     )
     for requested in request.sources:
-        if requested.source.unread_files:
-            _describe_unread_files(requested.source)
+        _describe_unread_files(requested.source)
 
     if request.takes_conversations and request.train_names:
         formats = dict.fromkeys(requested.format for requested in request.sources)
@@ -45,7 +44,16 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
     if request.max_length == "auto":
         say("lengths", f"--max_length auto is {metadata.block_size:,}")
     if metadata.audit:
-        _describe_audit(Audit(**metadata.audit), metadata)
+        audit = Audit(**metadata.audit)
+        for line in audit.lines():
+            say("audit", line)
+        if audit.overlong > (1 - COVERED_SHARE) * audit.examples:
+            overlong = f"{audit.overlong:,} of {audit.examples:,} {is_or_are(audit.overlong)}"
+            say(
+                "lengths",
+                f"{overlong} longer than --max_length {metadata.block_size:,}; "
+                f"--max_length auto holds {COVERED_SHARE:.1%}",
+            )
     if metadata.eval_audit:
         eval_audit = Audit(**metadata.eval_audit)
         if eval_audit.bad or eval_audit.overlong or eval_audit.untrained:
@@ -58,22 +66,12 @@ def _describe_unread_files(source: Source) -> None:
     counts = Counter(source.unread_files)
     most = counts.most_common(_SHOWN_SUFFIXES)
     kinds = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in most]
-    say(
-        "data",
-        f"{source.name}: {pluralize(counts.total(), 'file')} {is_or_are(counts.total())} not read: "
-        f"{', '.join(kinds)}; --text_suffixes names suffixes to read as text",
-    )
-
-
-def _describe_audit(audit: Audit, metadata: DataMetadata) -> None:
-    """Print how many conversations or pairs are left out and why, and if many are too long."""
-    for line in audit.lines():
-        say("audit", line)
-    if audit.overlong > (1 - COVERED_SHARE) * audit.examples:
+    if kinds:
+        files = pluralize(counts.total(), "file")
         say(
-            "lengths",
-            f"{audit.overlong:,} of {audit.examples:,} {is_or_are(audit.overlong)} longer than "
-            f"--max_length {metadata.block_size:,}; --max_length auto holds {COVERED_SHARE:.1%}",
+            "data",
+            f"{source.name}: {files} {is_or_are(counts.total())} not read: {', '.join(kinds)}; "
+            "--text_suffixes names suffixes to read as text",
         )
 
 

@@ -10,9 +10,9 @@ gives the same row on every machine.
 """
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from math import lcm
 from typing import NamedTuple
 
 import numpy as np
@@ -27,10 +27,9 @@ _ROUNDS = 8
 _U64 = np.uint64
 # The largest number of positions after which a mixture repeats. Weights are exact to a thousandth.
 _MAX_PERIOD = 1000
-# The order of several steps is computed at once, which takes numpy no longer than one step.
-_POSITIONS_PER_BLOCK = 4096
-# The number of batches among which rows are grouped by length. More of them make the lengths in a
-# batch more alike, and the batches of a small data set more similar from epoch to epoch.
+# The number of batches whose rows are computed at once, and among which rows are grouped by length.
+# More of them make the lengths in a batch more alike, and the batches of a small data set more
+# similar from epoch to epoch.
 BATCHES_PER_MEGABATCH = 50
 
 
@@ -150,17 +149,17 @@ def counts_per_period(weights: Sequence[float]) -> list[int]:
     """Return how many positions of one period of a mixture each source has.
 
     Raises:
-        UserError: if a source would have none.
+        UserError: if a weight is not a positive number, or if a source would have none.
     """
-    exact = [Fraction(str(weight)) for weight in weights]
-    shares = [weight / sum(exact) for weight in exact]
-    if min(shares) < Fraction(1, _MAX_PERIOD):
+    exact = [Fraction(str(weight)) for weight in weights if 0 < weight < math.inf]
+    if len(exact) < len(weights) or min(exact) * _MAX_PERIOD < sum(exact):
         raise UserError(
-            f"--mixture {' '.join(map(str, weights))}: a data set has a share below one in "
-            f"{_MAX_PERIOD}, which is too small; give it a larger number, or leave it out."
+            f"--mixture {' '.join(map(str, weights))}: every number must be above 0, and at least "
+            f"one in {_MAX_PERIOD} of their sum; give a larger one, or leave the data set out."
         )
 
-    period = min(lcm(*(share.denominator for share in shares)), _MAX_PERIOD)
+    shares = [weight / sum(exact) for weight in exact]
+    period = min(math.lcm(*(share.denominator for share in shares)), _MAX_PERIOD)
     counts = [int(share * period) for share in shares]
     # The positions that rounding down has left over go to the sources that lost most by it.
     by_remainder = sorted(range(len(counts)), key=lambda i: counts[i] - shares[i] * period)
@@ -205,11 +204,7 @@ class GlobalBatchSampler:
         self.seed = seed
         self.mixture = mixture
         self.lengths = lengths
-        # Batches are computed for a block of consecutive steps, and the last block is kept.
-        self._batches = functools.lru_cache(maxsize=1)(self._batches_of)
-        self._steps_per_block = max(_POSITIONS_PER_BLOCK // global_batch_size, 1)
-        if lengths is not None:
-            self._steps_per_block = BATCHES_PER_MEGABATCH
+        self._last_batches = functools.lru_cache(maxsize=1)(self._batches_of)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -226,19 +221,20 @@ class GlobalBatchSampler:
             steps_per_epoch = -(-self.n // self.batch_size)
             epoch, step_of_epoch = divmod(step, steps_per_epoch)
 
-        block, step_of_block = divmod(step_of_epoch, self._steps_per_block)
-        rows: list[int | None] = self._batches(epoch, block)[step_of_block].tolist()
+        megabatch, number = divmod(step_of_epoch, BATCHES_PER_MEGABATCH)
+        rows: list[int | None] = self._last_batches(epoch, megabatch)[number].tolist()
 
         padding = [None] * (self.batch_size - len(rows))
         first_position = step * self.batch_size
         return [Slot(first_position + j, row) for j, row in enumerate([*rows, *padding])]
 
-    def _batches_of(self, epoch: int, block: int) -> list[np.ndarray]:
-        """Return the rows of each step of a block; fewer than a batch at the end of an epoch."""
-        size = self._steps_per_block * self.batch_size
-        positions = np.arange(block * size, (block + 1) * size)
+    def _batches_of(self, epoch: int, megabatch: int) -> list[np.ndarray]:
+        """Return the rows of each step of a megabatch; fewer ones at the end of an epoch."""
+        size = BATCHES_PER_MEGABATCH * self.batch_size
+        stop = (megabatch + 1) * size
         if self.mixture is None:
-            positions = positions[positions < self.n]
+            stop = min(stop, self.n)
+        positions = np.arange(megabatch * size, stop)
         borders = np.arange(self.batch_size, len(positions), self.batch_size)
         if self.seed is None:
             return np.split(positions, borders)
@@ -251,7 +247,7 @@ class GlobalBatchSampler:
             return np.split(rows, borders)
 
         # The key of four numbers differs from all keys of orders of rows, which have two or three.
-        key = key_of(self.seed, epoch, block, len(borders) + 1)
+        key = key_of(self.seed, epoch, megabatch, len(borders) + 1)
         ascending = rows[np.argsort(self.lengths[rows], kind="stable")]
         return _drawn_batches(ascending, self.batch_size, key)
 

@@ -93,15 +93,13 @@ def open_entry(folder: Path) -> Tokenized:
 
     metadata = DataMetadata(**facts["metadata"])
     metadata.cache_entry = folder.name
-    train_numbers = range(len(metadata.source_rows))
-    eval_numbers = range(len(metadata.eval_source_rows))
-    eval_files = [folder / f"eval-{i}.arrow" for i in eval_numbers]
-    train_files = [folder / f"train-{i}.arrow" for i in train_numbers]
+    train_files = [folder / f"train-{i}.arrow" for i in range(len(metadata.source_rows))]
+    eval_files = [folder / f"eval-{i}.arrow" for i in range(len(metadata.eval_source_rows))]
     train = TokenRows.open(train_files or eval_files)
-    eval = TokenRows.open(eval_files)
+    eval = TokenRows.open(eval_files) if metadata.eval_rows else None
     is_trained = tok.is_trained(metadata.tokenizer)
     tokenizer = tok.load_tokenizer(str(folder / "tokenizer"), trained=is_trained)
-    return Tokenized(train, eval if metadata.eval_rows else None, tokenizer, metadata)
+    return Tokenized(train, eval, tokenizer, metadata)
 
 
 def _open(folder: Path, request: DataRequest) -> Tokenized:
@@ -186,7 +184,7 @@ def _make(folder: Path, request: DataRequest) -> None:
             length,
             train=train,
             eval=eval,
-            shared=request.chat is not None and request.chat.shares_prompts,
+            shared=isinstance(request.chat, PairConfig) and request.chat.shares_prompts,
             stop_token_ids=[] if renderer is None else sorted(renderer.stop_token_ids),
         )
         if tok.is_trained(request.spec):
@@ -306,14 +304,12 @@ def _write_rows(
         if requested.is_for_eval:
             eval.append(source.write(working / f"eval-{len(eval)}.arrow", "eval", length))
 
-    if request.chat is None and train:
-        sizes = [stats.targets for stats in train]
-        smallest = min(sizes)
-        if smallest < length:
-            name = request.train_names[sizes.index(smallest)]
+    for name, stats in zip(request.train_names, train, strict=True):
+        size = stats.targets
+        if request.chat is None and size < length:
             flag = "--max_length" if request.takes_conversations else "--block_size"
             raise UserError(
-                f"{flag} {length} is larger than the training text "
-                f"({smallest + 1} tokens of {name}); use at most {max(smallest, 1)}, or more text."
+                f"{flag} {length} is larger than the training text ({size + 1} tokens of {name}); "
+                f"use at most {max(size, 1)}, or more text."
             )
     return train, eval

@@ -253,7 +253,8 @@ class Tokenized:
             raise UserError(
                 f"Tokenized.of: one split has {' and one '.join(layouts)}; give both the same."
             )
-        vocabulary = max(_largest_token(rows) for rows in splits) + 1
+        counts = [_measure(splits[0]), *[_measure(rows, tokenizer) for rows in splits[1:]]]
+        vocabulary = max(largest for _, largest in counts) + 1
         if tokenizer is not None and vocabulary > tok.vocabulary_of(tokenizer):
             raise UserError(
                 f"Tokenized.of: the tokenizer has no token {vocabulary - 1}, which the rows hold; "
@@ -266,8 +267,8 @@ class Tokenized:
             tokenizer=tokenizer,
             vocabulary=vocabulary,
             block_size=width - 1,
-            train=[_measure(splits[0])],
-            eval=[] if eval_rows is None else [_measure(eval_rows, tokenizer)],
+            train=[counts[0][0]],
+            eval=[stats for stats, _ in counts[1:]],
         )
         return cls(splits[0], eval_rows, tokenizer, metadata, in_order=in_order)
 
@@ -307,30 +308,29 @@ def _as_token_rows(rows: Rows) -> TokenRows:
     return TokenRows(table)
 
 
-def _largest_token(rows: TokenRows) -> int:
-    """Return the largest token or label. A number that is no token would stop a run later.
+def _measure(
+    rows: TokenRows, tokenizer: "tok.FastTokenizer | None" = None
+) -> tuple[SplitStats, int]:
+    """Hash the content of rows, and count their targets; with a tokenizer, their bytes, too.
+
+    Returns:
+        The counts, and the largest token or label.
 
     Raises:
-        UserError: if a number is negative.
+        UserError: if a token or a label is negative, but not -100.
     """
-    largest = 0
-    for name in {"input_ids", "labels"}.intersection(rows.column_names):
-        for matrix in as_matrices(rows.data.column(name)):
-            if ((matrix < 0) & (matrix != IGNORED)).any():
-                raise UserError(
-                    f"Tokenized.of: {name} holds negative numbers; only {IGNORED} may be negative."
-                )
-            largest = max(largest, int(matrix.max()))
-    return largest
-
-
-def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None" = None) -> SplitStats:
-    """Hash the content of rows, and count their targets; with a tokenizer, their bytes, too."""
     digest = hashlib.sha256()
+    largest = 0
     for name in rows.column_names:
         digest.update(name.encode())
         for matrix in as_matrices(rows.data.column(name)):
             digest.update(matrix.astype("<i4").tobytes())
+            if ((matrix < 0) & (matrix != IGNORED)).any():
+                raise UserError(
+                    f"Tokenized.of: {name} holds negative numbers; only {IGNORED} may be negative."
+                )
+            if name != "position_ids":
+                largest = max(largest, int(matrix.max()))
 
     targets = 0
     target_bytes = 0
@@ -341,10 +341,11 @@ def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None" = None) -> S
         if tokenizer is not None:
             text = tokenizer.backend_tokenizer.decode(labels.tolist())
             target_bytes += len(text.encode())
-    return SplitStats(
+    stats = SplitStats(
         records=len(rows),
         rows=len(rows),
         targets=targets,
         bytes=target_bytes,
         sha256=digest.hexdigest(),
     )
+    return stats, largest
