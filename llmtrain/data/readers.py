@@ -53,6 +53,7 @@ class Source:
             other fields.
         flag: the flag that names the source, for error messages.
         has_splits: whether the records are a split that a flag chooses.
+        other_splits: returns the names of the splits that are not read. It may load the data set.
         has_artificial_nulls: whether the records come from Arrow's structs, where every struct of a
             column has the keys of all of them. A null may then stand for an absent key. If only
             some files of a source are such, it is true for all.
@@ -64,6 +65,7 @@ class Source:
     records: Callable[[str | None], Iterator[Record]]
     flag: str = "--dataset"
     has_splits: bool = False
+    other_splits: Callable[[], list[str]] = lambda: []
     has_artificial_nulls: bool = False
     unread_files: Mapping[str, int] = field(default_factory=dict)
 

@@ -148,7 +148,7 @@ class DataRequest:
 
 
 def _decide_packing(chat: RowConfig, support: PackingSupport) -> dict[str, Any]:
-    """Decide on ``--packing`` and ``--share_prompts``, unless the user did, and log the reasons."""
+    """Decide on ``--packing`` and ``--share_prompts``, unless the user did."""
     decided: dict[str, Any] = {}
     if chat.packing is None:
         decided["packing"] = support.packs
@@ -158,9 +158,6 @@ def _decide_packing(chat: RowConfig, support: PackingSupport) -> dict[str, Any]:
     is_packed = decided.get("packing", chat.packing)
     if isinstance(chat, PairConfig) and chat.share_prompts is None and is_packed:
         decided["share_prompts"] = support.shares_prompts
-        if not support.shares_prompts:
-            problem = support.sharing_problem
-            say("packing", f"each answer has its own copy of the prompt: {problem}")
     return decided
 
 

@@ -242,6 +242,7 @@ def _split_source(
         _dataset_source(name, lambda: splits()[choice.split], place=f"{name}, {split}row"),
         flag=choice.data_flag,
         has_splits=True,
+        other_splits=lambda: [str(split) for split in splits() if split != choice.split],
     )
     folder = Path(path)
     if not folder.is_dir():

@@ -28,13 +28,3 @@ class PackingSupport:
             f"it is not known whether {self.class_name} keeps packed documents apart, because "
             f"{self.problem} (--packing packs them)"
         )
-
-    @property
-    def sharing_problem(self) -> str:
-        """Why answers do not share their prompt, for the log."""
-        if not self.problem:
-            return f"{self.class_name} cannot share it between two answers"
-        return (
-            f"it is not known whether {self.class_name} can share it between two answers, because "
-            f"{self.problem} (--share_prompts shares it)"
-        )
