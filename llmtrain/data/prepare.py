@@ -187,7 +187,7 @@ def _make(folder: Path, request: DataRequest) -> None:
             shared=isinstance(request.chat, PairConfig) and request.chat.shares_prompts,
             stop_token_ids=[] if renderer is None else sorted(renderer.stop_token_ids),
         )
-        if tok.is_trained(request.spec):
+        if request.tokenizer is None:  # it was trained on the data
             tokenizer.model_max_length = length
         if metadata.audit is not None:
             # The finished tokenizer_config.json has this, too.

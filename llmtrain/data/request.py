@@ -189,20 +189,20 @@ def _check_record_flags(
     chat: RowConfig | None,
     max_length: int | Literal["auto"],
 ) -> None:
-    """Raise :class:`UserError` if flags do not fit the records, or have no effect on them."""
+    """Raise :class:`UserError` if a flag does not fit the records, or has no effect on them."""
     formats = {requested.format for requested in sources}
-    text_column = config.column_names.get("text")
+    columns = config.column_names
     kind = "text"
     useless = []
     if formats == {"text"}:
-        useless = [f"--columns {ours}" for ours in config.column_names if ours != "text"]
+        useless = [f"--columns {ours}" for ours in columns if ours != "text"]
         if chat is not None:
             chat_flags = [flag for flag in flags_of(ChatConfig) if flag != "format"]
             useless += [f"--{flag}" for flag in chat_flags if chat.is_set(flag)]
     elif "text" not in formats:
         kind = "preference data" if isinstance(chat, PairConfig) else "conversations"
-        if text_column is not None:
-            useless.append(f"--columns text={text_column}")
+        if "text" in columns:
+            useless.append(f"--columns text={columns['text']}")
         if config.isolate_documents:
             useless.append("--isolate_documents")
     trained = {requested.format for requested in sources if requested.is_for_training}

@@ -17,13 +17,12 @@ if TYPE_CHECKING:
 
 FastTokenizer: TypeAlias = "PreTrainedTokenizerFast"
 END_OF_TEXT = "<|endoftext|>"
-TRAINED = ("char", "byte", "bpe")  # the kinds that are trained on the data
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def is_trained(spec: str) -> bool:
     """Return whether ``--tokenizer spec`` is trained on the data, not a folder or a hub name."""
-    return spec.partition(":")[0] in TRAINED and not Path(spec).exists()
+    return spec.partition(":")[0] in ("char", "byte", "bpe") and not Path(spec).exists()
 
 
 def vocabulary_size(spec: str) -> int:
