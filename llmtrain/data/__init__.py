@@ -3,7 +3,7 @@
 A record passes these modules, in this order:
 
 1. ``sources``, ``readers``: a name in ``--dataset`` becomes records, each with its place for error
-   messages. ``requested_sources`` renames their fields.
+   messages, with their fields renamed.
 2. ``formats``, ``messages``: a record becomes a conversation, or a prompt with answers.
 3. ``records``: it is training or eval data, by a hash.
 4. ``chat_template``, ``turns``: it becomes text, in which each turn has a prompt.

@@ -10,11 +10,9 @@ Nothing is shipped with this package and nothing is downloaded.
 
 import ast
 import functools
-import hashlib
 import inspect
 import os
 import random
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,14 +86,6 @@ CORPORA: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
     "builtin:python-functions": python_functions,
     "builtin:python-preferences": python_preferences,
 }
-
-
-def fingerprint(name: str) -> str:
-    """Return a hex digest of Python's version and the files of a corpus, without parsing them."""
-    digest = hashlib.sha256(f"{name.removeprefix('builtin:')} {sys.version_info[:3]}".encode())
-    for path in _files():
-        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
 
 
 def _root() -> Path:

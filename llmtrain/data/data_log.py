@@ -1,12 +1,9 @@
 """The lines about the data in the start-up log."""
 
-from collections import Counter
-
 import numpy as np
 
 from llmtrain.console import is_or_are, pluralize, say
 from llmtrain.data.audit import COVERED_SHARE, Audit
-from llmtrain.data.readers import Source
 from llmtrain.data.request import DataRequest
 from llmtrain.data.tokenized import Tokenized, short_names
 
@@ -15,7 +12,6 @@ _TASKS = {
     "conversations": "fine-tuning on the assistant's turns",
     "preferences": "preference training",
 }
-_SHOWN_SUFFIXES = 10  # of files that are not read
 
 
 def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
@@ -36,7 +32,13 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
         f"({metadata.tokenizer}); {outcome}",
     )
     for requested in request.sources:
-        _describe_unread_files(requested.source)
+        unread = requested.source.unread_files
+        if unread:
+            say(
+                "data",
+                f"{requested.source.name}: {pluralize(len(unread), 'file')} not read, such as "
+                f"{unread[0].name}; --text_suffixes names suffixes to read as text",
+            )
 
     if request.takes_conversations and request.train_names:
         formats = dict.fromkeys(requested.format for requested in request.sources)
@@ -59,20 +61,6 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
         if eval_audit.bad or eval_audit.overlong or eval_audit.untrained:
             say("eval", eval_audit.left_out())
     _describe_shares(rows, request.train_names)
-
-
-def _describe_unread_files(source: Source) -> None:
-    """Count the files of a folder or glob that cannot be read, the most frequent suffixes first."""
-    counts = Counter(source.unread_files)
-    most = counts.most_common(_SHOWN_SUFFIXES)
-    kinds = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in most]
-    if kinds:
-        files = pluralize(counts.total(), "file")
-        say(
-            "data",
-            f"{source.name}: {files} {is_or_are(counts.total())} not read: {', '.join(kinds)}; "
-            "--text_suffixes names suffixes to read as text",
-        )
 
 
 def _describe_shares(rows: Tokenized, names: list[str]) -> None:

@@ -5,7 +5,8 @@ To add a format of conversations, add its name to :data:`ConversationFormat`, it
 """
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from llmtrain.data.messages import (
@@ -16,7 +17,7 @@ from llmtrain.data.messages import (
     parse_messages,
     without_none,
 )
-from llmtrain.data.readers import Fields
+from llmtrain.data.readers import Fields, Record, Source
 from llmtrain.errors import UserError
 
 ConversationFormat: TypeAlias = Literal["messages", "prompt_completion", "sharegpt", "alpaca"]
@@ -106,6 +107,50 @@ def parse_columns(words: Sequence[str]) -> dict[str, str]:
             raise UserError(f"--columns {word}: a name is there twice; remove one of them.")
         columns[ours] = theirs
     return columns
+
+
+def rename_columns(sources: Sequence[Source], columns: Mapping[str, str]) -> list[Source]:
+    """Return sources whose fields have our names: ``--columns``.
+
+    A source that has none of the fields stays as it is: it may hold text, or have our names. The
+    first record of each source decides.
+
+    Raises:
+        UserError: with the place of a record that has only some of the fields, or of the first
+            record of all if no source has any.
+    """
+    if not columns:
+        return [*sources]  # no record needs to be read
+
+    theirs = set(columns.values())
+    firsts = [source.first for source in sources if source.first]
+    to_rename = [record for record in firsts if theirs & record.fields.keys()]
+    for place, fields in to_rename or firsts[:1]:
+        for name, their_name in columns.items():
+            if their_name not in fields:
+                raise UserError(
+                    f"{place}: no field '{their_name}' for --columns {name}={their_name}; the "
+                    f"record has {', '.join(map(str, fields))}."
+                )
+    return [
+        _with_columns(source, columns) if source.first in to_rename else source
+        for source in sources
+    ]
+
+
+def _with_columns(source: Source, columns: Mapping[str, str]) -> Source:
+    """Rename the fields of a source. A field that has the new name of another one is left out."""
+    names = {*columns, *columns.values()}
+
+    def records(_: str | None) -> Iterator[Record]:
+        for place, fields in source.records(None):
+            renamed = {name: value for name, value in fields.items() if name not in names}
+            for ours, theirs in columns.items():
+                if theirs in fields:
+                    renamed[ours] = fields[theirs]
+            yield Record(place, renamed)
+
+    return replace(source, records=records)
 
 
 def detect_format(fields: Collection[str], formats: Mapping[str, tuple[str, ...]]) -> str | None:

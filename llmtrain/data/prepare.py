@@ -30,7 +30,7 @@ from llmtrain.data.pairs import EncodedPairs
 from llmtrain.data.records import ChatRecords, Documents, Records, text_of
 from llmtrain.data.render import AnyRenderer, make_renderer
 from llmtrain.data.request import DataRequest
-from llmtrain.data.requested_sources import RequestedSource
+from llmtrain.data.sources import RequestedSource
 from llmtrain.data.tokenized import DataMetadata, Tokenized, metadata_of
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import (
@@ -231,8 +231,9 @@ def _row_length(request: DataRequest, encoded: Sequence[EncodedSource]) -> int:
 
 def _reader_of(requested: RequestedSource, request: DataRequest) -> Records[Any]:
     """Return the documents or the records of a source, which it yields when they are encoded."""
-    source, format, only_split, text_field = requested
+    source, format, only_split = requested
     if request.chat is None or format == "text":
+        text_field = request.config.column_names.get("text", "text")
         return Documents(
             source,
             partial(text_of, field=text_field),

@@ -7,25 +7,39 @@ are not the readers of ``datasets``.
 import codecs
 import csv
 import functools
+import glob
+import hashlib
 import io
-import itertools
 import json
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 from llmtrain.errors import UserError, first_line
+from llmtrain.file_digests import file_digest
 from llmtrain.files import json_text
 
-# The most bytes in a line of JSON Lines or CSV, and characters in a field of CSV. A file without
-# line breaks is then an error, before it fills the memory.
-MAX_LINE_LENGTH = 1 << 28
+# The most characters in a field of CSV: a quote that is never closed must not fill the memory.
+_MAX_FIELD_LENGTH = 1 << 28
 _SHOWN_CHARACTERS = 40  # of a value that an error message quotes
 _ROWS_PER_BATCH = 1000  # rows of a parquet file that become Python objects at a time
 # The formats of compressed files, as pyarrow names them.
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
+
+# Files beside the data of a folder that hold counts and types.
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
+# How files that are not read become files that are, by their suffix.
+_CONVERSIONS = {
+    ".tsv": "pandas.read_csv('{path}', sep='\\t', dtype=str, keep_default_na=False)"
+    ".to_csv('{path.stem}.csv', index=False)",
+    # Also of folders of save_to_disk.
+    ".arrow": "datasets.load_dataset('arrow', data_files='{path.parent}/*.arrow', split='train')"
+    ".to_parquet('{path.parent.name}.parquet')",
+    ".bz2": "bunzip2 --keep '{path}'",
+    ".xz": "unxz --keep '{path}'",
+}
 
 Fields: TypeAlias = dict[str, Any]  # the fields of a record, as they are in its source
 
@@ -53,11 +67,10 @@ class Source:
             other fields.
         flag: the flag that names the source, for error messages.
         has_splits: whether the records are a split that a flag chooses.
-        other_splits: returns the names of the splits that are not read. It may load the data set.
         has_artificial_nulls: whether the records come from Arrow's structs, where every struct of a
             column has the keys of all of them. A null may then stand for an absent key. If only
             some files of a source are such, it is true for all.
-        unread_files: how many files of a folder or glob are not read, by suffix.
+        unread_files: the files of a folder or glob that are not read.
     """
 
     name: str
@@ -65,9 +78,8 @@ class Source:
     records: Callable[[str | None], Iterator[Record]]
     flag: str = "--dataset"
     has_splits: bool = False
-    other_splits: Callable[[], list[str]] = lambda: []
     has_artificial_nulls: bool = False
-    unread_files: Mapping[str, int] = field(default_factory=dict)
+    unread_files: Sequence[Path] = ()
 
     @functools.cached_property
     def first(self) -> Record | None:
@@ -115,11 +127,6 @@ def split_suffix(path: Path) -> tuple[str, str]:
     return Path(path.stem).suffix.lower(), suffix
 
 
-def suffix_of(path: Path) -> str:
-    """Return the end of a file's name in lower case, such as ``.jsonl`` or ``.jsonl.gz``."""
-    return "".join(split_suffix(path))
-
-
 def kind_of(path: Path, text_suffixes: Collection[str] = ()) -> str | None:
     """Return the suffix of the files that are read as this one is, ``None`` if it cannot be read.
 
@@ -160,6 +167,77 @@ def numbered(records: Iterable[object], place: str, field: str | None = None) ->
         yield Record(f"{place} {number}", fields)
 
 
+# --- files, folders and globs
+
+
+def file_source(name: str, path: Path, flag: str, text_suffixes: Sequence[str]) -> Source | None:
+    """Return the records of a file, folder or glob; ``None`` if no file can be read.
+
+    Args:
+        name: the name of the source.
+        path: its path.
+        flag: the flag that names the source.
+        text_suffixes: the suffixes of files that are read as text, whatever they are.
+    """
+    if path.is_file():
+        matches = [path]
+    elif path.is_dir():
+        matches = [file for file in visible_files(path) if file.name not in _DESCRIPTIONS]
+    else:
+        # Path.glob takes no absolute patterns.
+        names = set(glob.iglob(str(path), recursive=True))  # noqa: PTH207
+        matches = sorted(match for match in map(Path, names) if match.is_file())
+
+    kinds = {file: kind_of(file, text_suffixes) for file in matches}
+    if path.is_dir() and not {None, ".txt", ".md"}.issuperset(kinds.values()):
+        # Next to records, a README.md describes them. Next to texts, it is one of them.
+        kinds = {file: kind for file, kind in kinds.items() if file.name.lower() != "readme.md"}
+    unread = [file for file, kind in kinds.items() if kind is None]
+    for file in unread:
+        suffix, compression = split_suffix(file)
+        if suffix in _CONVERSIONS:
+            raise UserError(
+                f"{flag} {name}: '{suffix}{compression}' files are not read; convert them to "
+                f"JSONL, CSV or Parquet: {_CONVERSIONS[suffix].format(path=file)}"
+            )
+    readable = {file: kind for file, kind in kinds.items() if kind is not None}
+    if not readable:
+        return None
+
+    def records(field: str | None) -> Iterator[Record]:
+        for file, kind in readable.items():
+            yield from read_file(file, kind, field)
+
+    # The fingerprint has no names. So a data set may be moved.
+    labels = {file: kind + split_suffix(file)[1] for file, kind in readable.items()}
+    return Source(
+        name,
+        fingerprint=lambda: digest_of_files(labels),
+        records=records,
+        flag=flag,
+        has_artificial_nulls=".parquet" in readable.values(),
+        unread_files=unread,
+    )
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """Return the files in a folder and its subfolders, but no hidden ones, such as those of git."""
+    files = []
+    for path in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not is_hidden:
+            files.append(path)
+    return files
+
+
+def digest_of_files(labels: Mapping[Path, str], selection: str = "") -> str:
+    """Hash the content of files with a label for each, and what is read of them."""
+    digest = hashlib.sha256(selection.encode())
+    for path, label in labels.items():
+        digest.update(os.fsencode(label) + b"\0" + file_digest(path))
+    return digest.hexdigest()
+
+
 # --- bytes and lines
 
 
@@ -168,8 +246,6 @@ def _open(path: Path) -> BinaryIO:
     _, compression = split_suffix(path)
     if not compression:
         return path.open("rb")
-    if path.stat().st_size == 0:
-        raise OSError("it is empty")  # pyarrow reads it as an empty text
     import pyarrow
 
     stream = pyarrow.input_stream(path, compression=_CODECS[compression])
@@ -177,21 +253,9 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _lines_of(path: Path) -> Iterator[str]:
-    """Yield the lines of a file, with their line breaks.
-
-    Raises:
-        UserError: with the number of a line that is not UTF-8, or longer than ``MAX_LINE_LENGTH``.
-    """
+    """Yield the lines of a file, with their line breaks."""
     with _open(path) as file:
-        for number in itertools.count(start=1):
-            raw = file.readline(MAX_LINE_LENGTH + 1)
-            if not raw:
-                return
-            if len(raw) > MAX_LINE_LENGTH:
-                raise UserError(
-                    f"{path}, line {number}: the line is longer than {MAX_LINE_LENGTH:,} bytes; "
-                    "write each record on a line of its own, or split the record."
-                )
+        for number, raw in enumerate(file, start=1):
             yield _decode(raw, path, number)
 
 
@@ -267,14 +331,9 @@ def _read_json(path: Path, field: str | None) -> Iterator[Record]:
 
 
 def _read_csv(path: Path, field: str | None) -> Iterator[Record]:
-    csv.field_size_limit(MAX_LINE_LENGTH)
+    csv.field_size_limit(_MAX_FIELD_LENGTH)
     reader = csv.DictReader(_lines_of(path), strict=True)
     try:
-        for name, count in Counter(reader.fieldnames).items():
-            if name and count > 1:  # spreadsheets write empty columns without names
-                raise UserError(
-                    f"{path}: the column '{name}' is there twice; rename or remove one."
-                )
         for fields in reader:
             place = f"{path}, line {reader.line_num}"
             if None in fields:

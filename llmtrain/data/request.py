@@ -14,7 +14,7 @@ from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.order import counts_per_period
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.readers import Source
-from llmtrain.data.requested_sources import RequestedSource, requested_sources
+from llmtrain.data.sources import RequestedSource, requested_sources
 from llmtrain.errors import UserError
 from llmtrain.files import digest
 from llmtrain.interfaces.packing_support import PackingSupport

@@ -1,37 +1,41 @@
-"""Open a source: what a name in ``--dataset`` stands for, or the records of a recipe.
+"""The data sets of a run: what a name in ``--dataset`` stands for, and the records of a recipe.
 
 By the fingerprint of a source, rows that were made from it are found in the cache without reading
 its records.
 """
 
-import contextlib
 import functools
-import glob
 import hashlib
-import os
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from llmtrain.console import can_show_bars
 from llmtrain.data import builtin
+from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.formats import (
+    CONVERSATION_FORMATS,
+    PREFERENCE_FORMATS,
+    detect_format,
+    is_plain_text,
+    rename_columns,
+)
 from llmtrain.data.readers import (
     READABLE,
     Fields,
     Record,
     Source,
+    digest_of_files,
+    file_source,
     kind_of,
     numbered,
-    read_file,
-    split_suffix,
-    suffix_of,
+    visible_files,
 )
+from llmtrain.data.records import Split
 from llmtrain.errors import UserError, first_line, hub_error
-from llmtrain.file_digests import file_digest
 from llmtrain.files import json_text, local_path
 from llmtrain.once_per_machine import once_per_machine
 
@@ -41,18 +45,6 @@ if TYPE_CHECKING:
 # What a recipe passes: a function that yields records, a datasets.Dataset, or a list.
 PythonRecords: TypeAlias = Callable[[], Iterable[str | Fields]] | Iterable[str | Fields]
 
-# Files beside the data of a folder that hold counts and types.
-_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
-# How files that are not read become files that are, by their suffix.
-_CONVERSIONS = {
-    ".tsv": "pandas.read_csv('{path}', sep='\\t', dtype=str, keep_default_na=False)"
-    ".to_csv('{path.stem}.csv', index=False)",
-    # Also of folders of save_to_disk.
-    ".arrow": "datasets.load_dataset('arrow', data_files='{path.parent}/*.arrow', split='train')"
-    ".to_parquet('{path.parent.name}.parquet')",
-    ".bz2": "bunzip2 --keep '{path}'",
-    ".xz": "unxz --keep '{path}'",
-}
 # Files of a data set on the hub: SPLIT-00000-of-00001.parquet. Its README.md lists other files.
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.parquet")
 _CONFIGURATIONS = re.compile(r"\A---\s*\n(?:(?!---).*\n)*?configs:")
@@ -60,27 +52,118 @@ _CONFIGURATIONS = re.compile(r"\A---\s*\n(?:(?!---).*\n)*?configs:")
 _HUB_NAME = re.compile(r"(\w[\w.-]*(?:/[\w.-]+)?)(?:@([^:]+))?(?::(.+))?")
 
 
-@dataclass(frozen=True)
-class SplitChoice:
-    """The flags that say what is read of a data set.
+class RequestedSource(NamedTuple):
+    """A data set of a run.
 
     Attributes:
-        split: the split to read.
-        is_named: whether a folder of files is read as a data set with splits, because the user
-            named a split.
-        data_flag: the flag that names the data set.
-        split_flag: the flag that names the split.
-        text_suffixes: the suffixes of files that are read as text, whatever they are.
+        source: its records.
+        format: their format.
+        only_split: the split of all its records; ``None`` to divide them.
     """
 
-    split: str = "train"
-    is_named: bool = False
-    data_flag: str = "--dataset"
-    split_flag: str = "--dataset_train_split"
-    text_suffixes: Sequence[str] = ()
+    source: Source
+    format: str
+    only_split: Split | None
+
+    @property
+    def is_for_training(self) -> bool:
+        """Whether some of its records are training data."""
+        return self.only_split != "eval"
+
+    @property
+    def is_for_eval(self) -> bool:
+        """Whether some of its records are eval data."""
+        return self.only_split != "train"
+
+    @property
+    def needs_template(self) -> bool:
+        """Whether its records are more than prompts with texts as completions.
+
+        The first record decides. Text has no prompts, and needs no template.
+        """
+        if self.format == "text":
+            return False
+        if self.format not in ("prompt_completion", *PREFERENCE_FORMATS):
+            return True
+        first = self.source.first
+        return first is None or not is_plain_text(first.fields)
 
 
-def open_source(name: str, choice: SplitChoice = SplitChoice()) -> Source:
+def requested_sources(
+    config: DataConfig, chat: RowConfig | None, own_source: Source | None, unpaired: bool
+) -> list[RequestedSource]:
+    """Open the data sets to train on, then those to evaluate on.
+
+    Args:
+        config: their names, and those of their fields.
+        chat: how records become rows, if they are not text.
+        own_source: the records of a recipe that has its own data.
+        unpaired: the loss takes single answers with a label, not only pairs.
+
+    Raises:
+        UserError: if there is no such data set, split or field, or if the records have no format
+            that the recipe takes.
+    """
+    if own_source is None:
+        train = [open_source(name, config) for name in config.dataset]
+    else:
+        train = [own_source]
+    eval: list[Source] = []
+    if config.has_own_eval_data:
+        names = config.eval_dataset or config.dataset
+        eval = [open_source(name, config, is_eval=True) for name in names]
+        if not config.eval_dataset:
+            eval = [source for source in eval if source.has_splits]
+    for name, sources in (("dataset_train_split", train), ("dataset_test_split", eval)):
+        split = getattr(config, name)
+        if split is not None and not any(source.has_splits for source in sources):
+            raise UserError(
+                f"--{name} {split}: none of the data sets has splits, which data sets of the hub "
+                "and folders have; leave the flag out, or name eval files with --eval_dataset."
+            )
+
+    columns = config.column_names
+    columns.pop("text", None)
+    requested = []
+    for number, source in enumerate(rename_columns([*train, *eval], columns)):
+        only_split: Split | None = None
+        if eval:
+            only_split = "train" if number < len(train) else "eval"
+        requested.append(RequestedSource(source, _format_of(source, chat, unpaired), only_split))
+    return requested
+
+
+def _format_of(source: Source, chat: RowConfig | None, unpaired: bool) -> str:
+    """Return the format of a source: ``--format``, or detected from the first record.
+
+    Records that are neither conversations nor preference data are ``text``.
+    """
+    if chat is None:
+        return "text"
+    if isinstance(chat, ChatConfig) and chat.format != "auto":
+        return chat.format
+    if source.first is None:
+        raise UserError(f"{source.flag} {source.name} holds no records.")
+
+    fields = source.first.fields
+    if not isinstance(chat, PairConfig):
+        return detect_format(fields, CONVERSATION_FORMATS) or "text"
+    format = detect_format(fields, PREFERENCE_FORMATS)
+    if format is None:
+        needed = "; or ".join(map(", ".join, PREFERENCE_FORMATS.values()))
+        raise UserError(
+            f"{source.flag} {source.name} is not preference data: its first record has "
+            f"{', '.join(map(str, fields)) or 'no fields'}. Records need the fields {needed}."
+        )
+    if format == "labelled_answers" and not unpaired:
+        raise UserError(
+            f"{source.flag} {source.name} has single answers with a label, but this loss compares "
+            "two answers: use --loss_type kto."
+        )
+    return format
+
+
+def open_source(name: str, config: DataConfig, is_eval: bool = False) -> Source:
     """Return the source with a name in ``--dataset`` or ``--eval_dataset``.
 
     A name that is neither a path nor builtin is taken for a data set on the Hugging Face hub. The
@@ -89,122 +172,48 @@ def open_source(name: str, choice: SplitChoice = SplitChoice()) -> Source:
     Args:
         name: a file, a folder, a glob, a builtin data set, or a data set on the hub, which may be
             followed by ``@REVISION`` and ``:CONFIGURATION``.
-        choice: the split to read, and the flag that names the source.
+        config: the splits to read, and the suffixes of text.
+        is_eval: whether it is read for evaluation.
 
     Raises:
         UserError: if there is no such path or builtin data set.
     """
+    flag = "--eval_dataset" if is_eval and config.eval_dataset and config.dataset else "--dataset"
+    if name in builtin.CORPORA:
+        return Source(
+            name,
+            # Another Python has another documentation.
+            fingerprint=lambda: hashlib.sha256(f"{name} {sys.version}".encode()).hexdigest(),
+            records=lambda _: numbered(builtin.CORPORA[name](), f"{name}, document"),
+            flag=flag,
+        )
     if name.startswith("builtin:"):
-        return _builtin_source(name, choice.data_flag)
+        names = ", ".join(builtin.CORPORA)
+        raise UserError(f"{flag} {name} does not exist; use one of {names}.")
 
+    split_source = functools.partial(_split_source, name, config, is_eval, flag)
     try:
-        path = Path(local_path(name, f"{choice.data_flag} "))
-        source = _local_source(name, path.expanduser(), choice)
+        path = Path(local_path(name, f"{flag} ")).expanduser()
+        if path.is_dir() and (_is_divided(config, is_eval) or _has_hub_layout(path)):
+            return split_source(str(path))
+        source = file_source(name, path, flag, config.text_suffixes)
+        if source is not None:
+            return source
+        folder, _, configuration = str(path).rpartition(":")
+        if folder and Path(folder).is_dir():
+            return split_source(folder, configuration or None)
     except (OSError, RuntimeError) as error:
         # The name is too long, or it begins with a ~user that does not exist.
-        raise UserError(f"{choice.data_flag} {name[:80]}: {first_line(error)}.") from None
-    if source is not None:
-        return source
+        raise UserError(f"{flag} {name[:80]}: {first_line(error)}.") from None
 
     match = _HUB_NAME.fullmatch(name)
-    if match is None or kind_of(path, choice.text_suffixes) or Path(match[1]).exists():
+    if match is None or kind_of(path, config.text_suffixes) or Path(match[1]).exists():
         raise UserError(
-            f"{choice.data_flag} {name}: no file ending in {READABLE} was found; check the path "
+            f"{flag} {name}: no file ending in {READABLE} was found; check the path "
             f"from {Path.cwd()}, read other files as text with --text_suffixes, or name a data set "
             "of the hub as NAME@REVISION:CONFIGURATION."
         )
-    return _split_source(name, match[1], choice, revision=match[2], configuration=match[3])
-
-
-def _builtin_source(name: str, flag: str) -> Source:
-    if name not in builtin.CORPORA:
-        names = ", ".join(builtin.CORPORA)
-        raise UserError(f"{flag} {name} does not exist; use one of {names}.")
-    return Source(
-        name,
-        fingerprint=lambda: builtin.fingerprint(name),
-        records=lambda _: numbered(builtin.CORPORA[name](), f"{name}, document"),
-        flag=flag,
-    )
-
-
-# --- files and folders
-
-
-def _local_source(name: str, path: Path, choice: SplitChoice) -> Source | None:
-    """Return the source in a file, folder or glob, or ``None`` if there is none."""
-    if path.is_dir() and (choice.is_named or _has_hub_layout(path)):
-        return _split_source(name, str(path), choice)
-
-    source = _file_source(name, path, choice)
-    if source is not None:
-        return source
-
-    head, _, configuration = str(path).rpartition(":")
-    if head and Path(head).is_dir():
-        return _split_source(name, head, choice, configuration or None)
-    return None
-
-
-def _file_source(name: str, path: Path, choice: SplitChoice) -> Source | None:
-    """Return the records of a file, folder or glob; ``None`` if no file can be read."""
-    if path.is_file():
-        matches = [path]
-    elif path.is_dir():
-        matches = [file for file in _visible_files(path) if file.name not in _DESCRIPTIONS]
-    else:
-        # Path.glob takes no absolute patterns.
-        names = set(glob.iglob(str(path), recursive=True))  # noqa: PTH207
-        matches = sorted(match for match in map(Path, names) if match.is_file())
-
-    kinds = {file: kind_of(file, choice.text_suffixes) for file in matches}
-    if path.is_dir() and not {None, ".txt", ".md"}.issuperset(kinds.values()):
-        # Next to records, a README.md describes them. Next to texts, it is one of them.
-        kinds = {file: kind for file, kind in kinds.items() if file.name.lower() != "readme.md"}
-    unread = [file for file, kind in kinds.items() if kind is None]
-    for file in unread:
-        conversion = _CONVERSIONS.get(split_suffix(file)[0])
-        if conversion is not None:
-            raise UserError(
-                f"{choice.data_flag} {name}: '{suffix_of(file)}' files are not read; convert them "
-                f"to JSONL, CSV or Parquet: {conversion.format(path=file)}"
-            )
-    readable = {file: kind for file, kind in kinds.items() if kind is not None}
-    if not readable:
-        return None
-
-    def records(field: str | None) -> Iterator[Record]:
-        for file, kind in readable.items():
-            yield from read_file(file, kind, field)
-
-    # The fingerprint has no names. So a data set may be moved.
-    labels = {file: kind + split_suffix(file)[1] for file, kind in readable.items()}
-    return Source(
-        name,
-        fingerprint=lambda: _digest_of_files(labels),
-        records=records,
-        flag=choice.data_flag,
-        has_artificial_nulls=".parquet" in readable.values(),
-        unread_files=Counter(map(suffix_of, unread)),
-    )
-
-
-def _visible_files(folder: Path) -> list[Path]:
-    """Return the files in a folder and its subfolders, but no hidden ones, such as those of git."""
-    files = []
-    for path in sorted(folder.rglob("*")):
-        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.is_file() and not is_hidden:
-            files.append(path)
-    return files
-
-
-def _digest_of_files(labels: Mapping[Path, str], selection: str = "") -> str:
-    """Hash the content of files with a label for each, and what is read of them."""
-    digest = hashlib.sha256(selection.encode())
-    for path, label in labels.items():
-        digest.update(os.fsencode(label) + b"\0" + file_digest(path))
-    return digest.hexdigest()
+    return split_source(match[1], configuration=match[3], revision=match[2])
 
 
 # --- data sets that ``datasets`` loads
@@ -212,8 +221,10 @@ def _digest_of_files(labels: Mapping[Path, str], selection: str = "") -> str:
 
 def _split_source(
     name: str,
+    config: DataConfig,
+    is_eval: bool,
+    flag: str,
     path: str,
-    choice: SplitChoice,
     configuration: str | None = None,
     revision: str | None = None,
 ) -> Source:
@@ -221,36 +232,38 @@ def _split_source(
 
     Args:
         name: the name of the source.
-        path: the part of it that is the name on the hub, or the path of the folder.
-        choice: the split to read.
-        configuration: the configuration; ``None`` for the only one.
+        config: the splits for training and for evaluation.
+        is_eval: whether the latter is read.
+        flag: the flag that names the source.
+        path: the name on the hub, or the path of a folder.
+        configuration: ``None`` for the only one.
         revision: a branch, tag or commit on the hub; ``None`` for the newest commit.
     """
+    split = config.dataset_train_split or "train"
+    split_flag = "--dataset_train_split"
+    if is_eval:
+        split = config.dataset_test_split or "test"
+        split_flag = "--dataset_test_split"
 
     @functools.cache
-    def splits() -> "datasets.DatasetDict":
-        loaded = _load_splits(path, configuration, revision, place=f"{choice.data_flag} {name}")
-        if choice.split not in loaded:
+    def load() -> "datasets.Dataset":
+        loaded = _load_splits(path, configuration, revision, place=f"{flag} {name}")
+        if split not in loaded:
             raise UserError(
-                f"{choice.data_flag} {name} has no split '{choice.split}', but "
-                f"{', '.join(loaded)}; choose one with {choice.split_flag}."
+                f"{flag} {name} has no split '{split}', but {', '.join(loaded)}; choose one with "
+                f"{split_flag}."
             )
-        return loaded
+        return loaded[split]
 
-    split = "" if choice.split == "train" else f"{choice.split} "
-    source = replace(
-        _dataset_source(name, lambda: splits()[choice.split], place=f"{name}, {split}row"),
-        flag=choice.data_flag,
-        has_splits=True,
-        other_splits=lambda: [str(split) for split in splits() if split != choice.split],
-    )
+    place = f"{name}, row" if split == "train" else f"{name}, {split} row"
+    source = replace(_dataset_source(name, load, place), flag=flag, has_splits=True)
     folder = Path(path)
     if not folder.is_dir():
         return source
 
     def fingerprint() -> str:
-        labels = {file: str(file.relative_to(folder)) for file in _visible_files(folder)}
-        return _digest_of_files(labels, f"{configuration} {choice.split}")
+        labels = {file: str(file.relative_to(folder)) for file in visible_files(folder)}
+        return digest_of_files(labels, f"{configuration} {split}")
 
     return replace(source, fingerprint=fingerprint)
 
@@ -276,6 +289,14 @@ def _dataset_source(name: str, load: Callable[[], "datasets.Dataset"], place: st
     return Source(name, fingerprint, records, has_artificial_nulls=True)
 
 
+def _is_divided(config: DataConfig, is_eval: bool) -> bool:
+    """Return whether a flag names a split of these data sets: folders of files then have splits."""
+    if is_eval:
+        return config.dataset_test_split is not None
+    names_test_split = config.dataset_test_split is not None and not config.eval_dataset
+    return config.dataset_train_split is not None or names_test_split
+
+
 def _has_hub_layout(folder: Path) -> bool:
     """Return whether the files of a folder are named as in a data set on the hub."""
     files = [*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]
@@ -288,12 +309,7 @@ def _has_hub_layout(folder: Path) -> bool:
 def _load_splits(
     path: str, configuration: str | None, revision: str | None, place: str
 ) -> "datasets.DatasetDict":
-    """Load the splits of a data set on the hub or in a folder.
-
-    Raises:
-        UserError: with the place (the flag and the name), if there is no such data set or
-            configuration.
-    """
+    """Load a data set on the hub or in a folder, or raise :class:`UserError` with the place."""
     import datasets  # slow to import, and needed only here
 
     if not can_show_bars():
@@ -307,10 +323,8 @@ def _load_splits(
         # A file that cannot be parsed is the cause of "An error occurred while generating ...".
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
         reason = hub_error(cause or error).rstrip(".")
-        if isinstance(error, ValueError):  # also if a configuration is missing or wrong
-            with contextlib.suppress(Exception):  # the first error says more
-                names = datasets.get_dataset_config_names(path, revision=revision)
-                reason += f"; the configurations, for NAME:CONFIGURATION, are {', '.join(names)}"
+        if reason == "Config name is missing":
+            reason = f"{str(error).splitlines()[1]}; name one as NAME:CONFIGURATION"
         raise UserError(f"{place} {failure}: {reason}.") from None
     return cast("datasets.DatasetDict", splits)
 
@@ -334,8 +348,7 @@ def records_source(records: PythonRecords, fingerprint: str | None = None) -> So
     if datasets is not None and isinstance(records, datasets.Dataset):
         source = _dataset_source("records", lambda: records, place="records, row")
     else:
-        is_streamed = datasets is not None and isinstance(records, datasets.IterableDataset)
-        source = _iterated_source(records, is_streamed)
+        source = _iterated_source(records)
     if fingerprint is None:
         return source
     # Other recipes may use the same name.
@@ -343,14 +356,11 @@ def records_source(records: PythonRecords, fingerprint: str | None = None) -> So
     return replace(source, fingerprint=lambda: digest)
 
 
-def _iterated_source(records: PythonRecords, is_streamed: bool) -> Source:
-    """Return the records that a function or an iteration yields.
-
-    If they come from a ``datasets.IterableDataset``, nulls may stand for absent keys.
-    """
+def _iterated_source(records: PythonRecords) -> Source:
+    """Return the records that a function or a list yields."""
     if callable(records):
         function = records
-    elif is_streamed or isinstance(records, list | tuple):
+    elif isinstance(records, list | tuple):
         function = functools.partial(iter, records)
     else:
         raise UserError(
@@ -376,7 +386,6 @@ def _iterated_source(records: PythonRecords, is_streamed: bool) -> Source:
         name,
         fingerprint,
         records=lambda field: numbered(function(), f"{name}, record", field),
-        has_artificial_nulls=is_streamed,
     )
 
 

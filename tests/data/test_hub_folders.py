@@ -141,8 +141,8 @@ def test_a_name_after_a_colon_chooses_the_configuration(languages):
 
 
 def test_a_wrong_configuration_is_an_error_that_names_the_choices(languages):
-    assert "en, de" in complaint(languages)
-    assert "en, de" in complaint(f"{languages}:fr")
+    assert "['en', 'de']" in complaint(languages)
+    assert "['en', 'de']" in complaint(f"{languages}:fr")
     assert "CONFIGURATION" in complaint(f"{languages}:")
 
 

@@ -307,7 +307,7 @@ def test_if_the_fraction_selects_no_document_all_copies_of_the_longest_are_cut(
     assert split_of(tmp_path, texts[::-1], 1e-3) == (train[::-1], eval)
 
     write_texts(tmp_path / "corpus.jsonl", texts)
-    source = open_source(str(tmp_path / "corpus.jsonl"))
+    source = open_source(str(tmp_path / "corpus.jsonl"), data_config())
     documents = Documents(
         source,
         partial(text_of, field="text"),
@@ -422,7 +422,7 @@ def test_files_that_are_not_read_are_counted_and_suffixes_of_text_make_new_rows(
 
     tokenize(data_config(folder), 4)
     _, about_files = log_lines(capsys, "data")
-    assert "3 files are not read: 2 .py, 1 without a suffix; " in about_files
+    assert "3 files not read, such as Makefile; " in about_files
 
     tokenized = tokenize(data_config(folder, text_suffixes=[".PY"]), 4)
     assert "the text of b.py" in documents_of(tokenized.train, tokenized)

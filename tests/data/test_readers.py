@@ -11,8 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from llmtrain.data import readers
-from llmtrain.data.sources import SplitChoice, open_source
+from llmtrain.data.sources import open_source
 from llmtrain.errors import UserError
 from llmtrain.training.rows import tokenize
 from tests.data.preparation import data_config
@@ -85,7 +84,7 @@ def write(path: Path, content: str | bytes) -> Path:
 
 
 def read(path: Path, field: str | None = None) -> list[dict]:
-    return [record.fields for record in open_source(str(path)).records(field)]
+    return [record.fields for record in open_source(str(path), data_config()).records(field)]
 
 
 def complaint(path: Path) -> str:
@@ -133,17 +132,11 @@ def test_a_csv_file_may_have_long_fields_and_columns_without_names(tmp_path):
     assert [record["text"] for record in read(path)] == [long]
 
 
-def test_a_line_of_the_largest_length_is_read(tmp_path, monkeypatch):
-    line = '{"text": "abc"}\n'
-    monkeypatch.setattr(readers, "MAX_LINE_LENGTH", len(line))
-    assert read(write(tmp_path / "a.jsonl", line * 3)) == [{"text": "abc"}] * 3
-
-
 def test_a_folder_with_a_parquet_file_has_artificial_nulls(tmp_path):
     write(tmp_path / "table.csv", FILES["table.csv"])
-    assert not open_source(str(tmp_path)).has_artificial_nulls
+    assert not open_source(str(tmp_path), data_config()).has_artificial_nulls
     write(tmp_path / "table.parquet", FILES["table.parquet"])
-    assert open_source(str(tmp_path)).has_artificial_nulls
+    assert open_source(str(tmp_path), data_config()).has_artificial_nulls
 
 
 # --- errors
@@ -163,7 +156,6 @@ BAD_CONTENT = {
     "quote.csv": ('id,text\n1,a\n2,"b" c\n3,d\n', "line 3"),
     "unclosed.csv": ('id,text\n1,a\n2,b\n3,"c', "line 4"),
     "long.csv": ("id,text\n1,a\n2,hello, world\n", "line 3"),
-    "twice.csv": ("text,id,text\na,1,b\n", "'text' is there twice"),
     # Encodings. The second is Latin-1 after UTF-8.
     "two-encodings.json": ('[\n"é",\n'.encode() + '"é"]'.encode("latin-1"), "line 3: byte 0xe9"),
     "utf16.jsonl": (LINES.encode("utf-16"), "line 1: byte 0xff"),
@@ -176,7 +168,6 @@ BAD_CONTENT = {
     # Compressed files.
     "cut.jsonl.gz": (gz(LINES * 1000)[:-1], "damaged"),
     "no-archive.json.zst": (b"no archive " * 9, "damaged"),
-    "empty.txt.gz": (b"", "empty"),
 }
 
 
@@ -187,19 +178,6 @@ def test_bad_content_is_an_error_that_names_the_place(tmp_path, name):
     message = complaint(path)
     assert message.startswith(str(path))
     assert place in message
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "place"),
-    [
-        ("a.jsonl", '{"a": 1}\n{"a": "' + "x" * 100, "line 2"),
-        ("a.csv", "a,b\n1," + "x" * 100, "line 2"),
-        ("a.jsonl.gz", gz('{"a": "' + "x" * 100), "line 1"),
-    ],
-)
-def test_a_line_that_is_too_long_is_an_error(tmp_path, monkeypatch, name, content, place):
-    monkeypatch.setattr(readers, "MAX_LINE_LENGTH", 64)
-    assert place in complaint(write(tmp_path / name, content))
 
 
 # The records of a file, and the place that the error for the field `text` names.
@@ -251,9 +229,8 @@ def test_files_that_must_be_converted_are_an_error_with_the_command(tmp_path, na
         message = complaint(named)
         assert f"'{files}'" in message or message.endswith(f" {path}")
 
-    as_text = SplitChoice(text_suffixes=[".tsv"])
     if name == "a.tsv":
-        records = open_source(str(path), as_text).records("text")
+        records = open_source(str(path), data_config(text_suffixes=[".tsv"])).records("text")
         assert [record.fields for record in records] == [{"text": "words"}]
 
 

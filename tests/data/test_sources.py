@@ -10,10 +10,8 @@ import pytest
 
 from llmtrain.data import builtin
 from llmtrain.data.readers import Source
-from llmtrain.data.requested_sources import RequestedSource
-from llmtrain.data.sources import SplitChoice, open_source, records_source
+from llmtrain.data.sources import RequestedSource, open_source, records_source
 from llmtrain.errors import UserError
-from llmtrain.training.rows import tokenize
 from tests.data.preparation import data_config
 
 TEXTS = ["first text\nof two lines", 'ünï — 漢字 🙂, "quoted"', "  spaces   and\r\nan end \n"]
@@ -24,7 +22,7 @@ def texts_of(source: Source, field: str = "text") -> list[str]:
 
 
 def read(path: Path | str, field: str = "text") -> list[str]:
-    return texts_of(open_source(str(path)), field)
+    return texts_of(open_source(str(path), data_config()), field)
 
 
 def complaint(path: Path | str, field: str = "text") -> str:
@@ -136,7 +134,7 @@ def test_a_path_without_files_is_an_error_that_names_it(tmp_path, monkeypatch, n
 
 
 def fingerprint(path: Path) -> str:
-    return open_source(str(path)).fingerprint()
+    return open_source(str(path), data_config()).fingerprint()
 
 
 def test_a_fingerprint_depends_on_the_content_but_not_on_the_folder(folder):
@@ -165,8 +163,8 @@ def test_a_fingerprint_depends_on_how_a_file_is_read(tmp_path):
     as_records = write(tmp_path / "a.jsonl", '{"text": "a"}')
     assert fingerprint(as_text) != fingerprint(as_records)
 
-    choice = SplitChoice(text_suffixes=[".jsonl"])
-    assert open_source(str(as_records), choice).fingerprint() == fingerprint(as_text)
+    config = data_config(text_suffixes=[".jsonl"])
+    assert open_source(str(as_records), config).fingerprint() == fingerprint(as_text)
 
 
 # --- the hub
@@ -183,7 +181,7 @@ def test_a_hub_name_may_have_a_revision_and_a_configuration(monkeypatch):
     names = ["someone/something", "something@refs/pr/3:20231101.en"]
     for name in names:
         assert read(name) == TEXTS
-        assert open_source(name).name == name
+        assert open_source(name, data_config()).name == name
     assert calls == [
         ("someone/something", None, None),
         ("something", "20231101.en", "refs/pr/3"),
@@ -228,14 +226,6 @@ def test_the_fingerprint_of_records_depends_on_their_content_and_order():
     assert records_source(["a"]).fingerprint() != records_source(["b"]).fingerprint()
 
 
-def test_streamed_records_have_artificial_nulls_and_another_cache_entry_than_a_list(cache):
-    records = [{"text": "some words", "tools": None}]
-    stream = datasets.IterableDataset.from_generator(lambda: iter(records))
-    assert records_source(stream).has_artificial_nulls
-    rows = [tokenize(data_config(), 4, records=records) for records in (stream, records)]
-    assert rows[0].metadata.cache_entry != rows[1].metadata.cache_entry
-
-
 def test_records_of_a_recipe_can_be_read_several_times():
     dictionaries = [{"text": text} for text in TEXTS]
     for records in (TEXTS, dictionaries, lambda: TEXTS):
@@ -270,5 +260,5 @@ def test_a_bad_record_of_a_list_is_an_error_that_names_its_number():
 def test_conversations_need_a_template_even_if_they_have_the_text_of_a_prompt():
     for format, needs_template in (("messages", True), ("prompt_completion", False)):
         source = records_source([{"prompt": "a", "messages": [], "completion": "b"}])
-        requested = RequestedSource(source, format, only_split=None, text_field="text")
+        requested = RequestedSource(source, format, only_split=None)
         assert requested.needs_template == needs_template
