@@ -181,10 +181,7 @@ def is_plain_text(record: Fields) -> bool:
 
 
 def conversation_of(
-    record: Fields,
-    format: str,
-    has_artificial_nulls: bool = False,
-    is_format_detected: bool = False,
+    record: Fields, format: str, has_artificial_nulls: bool = False
 ) -> Conversation:
     """Read a record as a conversation.
 
@@ -195,8 +192,6 @@ def conversation_of(
         format: one of :data:`CONVERSATION_FORMATS`.
         has_artificial_nulls: the record comes from Parquet or Arrow, where an absent key of an
             object is ``None``. Then ``None`` counts as absent inside objects, too.
-        is_format_detected: the user did not choose the format. Then a record that fits another
-            format as well is refused, because a part of it would be ignored.
 
     Raises:
         BadRecord: if the record does not have this format, or if no message comes from the
@@ -204,13 +199,6 @@ def conversation_of(
     """
     record = without_none(record, everywhere=has_artificial_nulls)
     _check_that_no_image_is_lost(record)
-    for other, needed in CONVERSATION_FORMATS.items():
-        if is_format_detected and other != format and set(needed) <= record.keys():
-            raise BadRecord(
-                f"the record has the fields of two formats, {format} and {other}; choose one with "
-                f"--format {format} or --format {other}"
-            )
-
     untrained = 0
     if format == "messages":
         raw_messages = field_of(record, "messages", list)
@@ -263,24 +251,20 @@ def preference_of(
     is_pair = not allows_single or "chosen" in record or "rejected" in record
     fields = ["chosen", "rejected"] if is_pair else ["completion"]
     answers = [_messages(record, field, role="assistant") for field in fields]
+    prompt = []
     if "prompt" in record:
         prompt = _messages(record, "prompt", role="user")
-    elif is_pair and all(isinstance(record[field], list) for field in fields):
-        chosen, rejected = answers
-        pairs = zip(chosen, rejected, strict=False)
+    elif is_pair:
+        pairs = zip(*answers, strict=False)
         alike = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
         prompt = [message for message, _ in alike]
-    else:
-        raise BadRecord(
-            "the record has no prompt; only chosen and rejected that are lists of messages may "
-            "begin with theirs"
-        )
     for number, answer in enumerate(answers):
         if answer[: len(prompt)] == prompt:
             answers[number] = answer[len(prompt) :]
 
     if is_pair and answers[0] == answers[1]:
         raise BadRecord("chosen and rejected are the same")
+    _check_prompt(prompt)
     for field, answer in zip(fields, answers, strict=True):
         if not answer or answer[0]["role"] != "assistant":
             raise BadRecord(f"{field} has no assistant message right after the prompt")
@@ -288,9 +272,6 @@ def preference_of(
             raise BadRecord(
                 f"{field} has a message with weight 0, but all of an answer is compared"
             )
-    if not prompt and "prompt" not in record:
-        raise BadRecord("chosen and rejected share no prompt")
-    _check_prompt(prompt)
     return PreferenceRecord(
         prompt=prompt,
         answers=answers,
@@ -336,7 +317,7 @@ def _check_that_no_image_is_lost(record: Fields) -> None:
 
 def _check_prompt(prompt: list[Message]) -> None:
     if not prompt:
-        raise BadRecord("the prompt is empty")
+        raise BadRecord("there is no prompt, nor are there chosen and rejected that begin with one")
     if prompt[-1]["role"] == "assistant":
         raise BadRecord("the prompt ends with an assistant message")
 

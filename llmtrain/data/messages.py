@@ -88,7 +88,7 @@ def _message(raw: object, number: int) -> Message:
 
     # In OpenAI's format, an assistant message of weight 0 is not trained. True and 1.0 are 1.
     weight = fields.get("weight", 1)
-    if not isinstance(weight, (int, float)) or weight not in (0, 1):
+    if weight not in (0, 1):
         raise BadRecord(f"{place}: its weight is {weight!r:.40}, not 0 or 1")
     if weight == 0 and message["role"] == "assistant":
         message["weight"] = 0
@@ -111,14 +111,10 @@ def _tool_call(raw: Fields, place: str) -> Fields:
     Arguments are an object, as most templates take them. In the format of OpenAI they are JSON
     text. Absent, empty and ``null`` arguments are an empty object.
     """
-    call: Fields = without_none(raw, everywhere=False)
-    moved = ("function", "name", "arguments")
-    outer = {key: value for key, value in call.items() if key not in moved}
-    function = call.get("function")
-    if isinstance(function, dict):
-        function = without_none(function, everywhere=False)
-    else:
-        function = {key: value for key, value in call.items() if key in moved}
+    outer: Fields = without_none(raw, everywhere=False)
+    function = {key: outer.pop(key) for key in [*outer] if key in ("name", "arguments")}
+    if isinstance(outer.get("function"), dict):
+        function = without_none(outer.pop("function"), everywhere=False)
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise BadRecord(f"{place} calls a tool without a name")
 

@@ -247,8 +247,7 @@ def _reader_of(requested: RequestedSource, request: DataRequest) -> Records[Any]
     if isinstance(request.chat, PairConfig):
         read = partial(preference_of, allows_single=request.unpaired)
     else:
-        is_detected = isinstance(request.chat, ChatConfig) and request.chat.format == "auto"
-        read = partial(conversation_of, format=format, is_format_detected=is_detected)
+        read = partial(conversation_of, format=format)
     return ChatRecords(
         source,
         partial(read, has_artificial_nulls=source.has_artificial_nulls),

@@ -149,16 +149,12 @@ def _format_of(source: Source, chat: RowConfig | None, unpaired: bool) -> str:
     if not isinstance(chat, PairConfig):
         return detect_format(fields, CONVERSATION_FORMATS) or "text"
     format = detect_format(fields, PREFERENCE_FORMATS)
-    if format is None:
-        needed = "; or ".join(map(", ".join, PREFERENCE_FORMATS.values()))
+    if format is None or (format == "labelled_answers" and not unpaired):
+        pairs, labelled = map(", ".join, PREFERENCE_FORMATS.values())
         raise UserError(
-            f"{source.flag} {source.name} is not preference data: its first record has "
-            f"{', '.join(map(str, fields)) or 'no fields'}. Records need the fields {needed}."
-        )
-    if format == "labelled_answers" and not unpaired:
-        raise UserError(
-            f"{source.flag} {source.name} has single answers with a label, but this loss compares "
-            "two answers: use --loss_type kto."
+            f"{source.flag} {source.name} is not preference data: its first record "
+            f"has {', '.join(map(str, fields)) or 'no fields'}. Records need the fields {pairs}; "
+            f"or, with --loss_type kto, {labelled}."
         )
     return format
 
@@ -194,7 +190,8 @@ def open_source(name: str, config: DataConfig, is_eval: bool = False) -> Source:
     split_source = functools.partial(_split_source, name, config, is_eval, flag)
     try:
         path = Path(local_path(name, f"{flag} ")).expanduser()
-        if path.is_dir() and (_is_divided(config, is_eval) or _has_hub_layout(path)):
+        names_split = config.dataset_train_split or config.dataset_test_split
+        if path.is_dir() and (names_split or _has_hub_layout(path)):
             return split_source(str(path))
         source = file_source(name, path, flag, config.text_suffixes)
         if source is not None:
@@ -287,14 +284,6 @@ def _dataset_source(name: str, load: Callable[[], "datasets.Dataset"], place: st
         return numbered(dataset, place, field)
 
     return Source(name, fingerprint, records, has_artificial_nulls=True)
-
-
-def _is_divided(config: DataConfig, is_eval: bool) -> bool:
-    """Return whether a flag names a split of these data sets: folders of files then have splits."""
-    if is_eval:
-        return config.dataset_test_split is not None
-    names_test_split = config.dataset_test_split is not None and not config.eval_dataset
-    return config.dataset_train_split is not None or names_test_split
 
 
 def _has_hub_layout(folder: Path) -> bool:

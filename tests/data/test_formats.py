@@ -54,12 +54,9 @@ def test_every_format_of_conversations_is_a_choice_of_the_flag():
     assert choices == ("auto", "text", *CONVERSATION_FORMATS)
 
 
-@pytest.mark.parametrize("format", ["sharegpt", "prompt_completion", "alpaca"])
-def test_null_fields_and_some_fields_of_another_format_are_no_second_format(format):
-    nulls = dict.fromkeys(CONVERSATION_FORMATS[format])
-    some_fields = {"prompt": "a", "instruction": "b"}
-    for record in (MESSAGES | nulls, MESSAGES | some_fields):
-        assert conversation_of(record, "messages", is_format_detected=True) == chat("a", "b")
+def test_the_first_format_is_read_if_a_record_has_the_fields_of_two():
+    record = MESSAGES | {"prompt": "c", "completion": "d"}
+    assert conversation_of(record, detect(record)) == chat("a", "b")
 
 
 # --- spellings
