@@ -30,6 +30,7 @@ _SKIPPED_FOLDERS = {
     "ensurepip",
     "pydoc_data",
 }
+_ROOT = Path(sysconfig.get_paths()["stdlib"])
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -52,12 +53,6 @@ def python_functions() -> Iterator[dict[str, str]]:
     """
     for code, docstring in function_pairs():
         yield {"text": f"{code}\n\n{docstring}\n", "prompt": code, "completion": docstring}
-
-
-def function_pairs() -> Iterator[tuple[str, str]]:
-    """Yield the source of each function without its docstring, and the docstring."""
-    for path in _files():
-        yield from _pairs(path)
 
 
 def python_preferences() -> Iterator[dict[str, str]]:
@@ -88,14 +83,10 @@ CORPORA: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
 }
 
 
-def _root() -> Path:
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
 def _files() -> list[Path]:
     """Return the source files of the standard library, sorted."""
     paths: list[Path] = []
-    for folder, subfolders, files in os.walk(_root()):
+    for folder, subfolders, files in os.walk(_ROOT):
         # os.walk enters only these: site-packages may hold very many files.
         subfolders[:] = set(subfolders) - _SKIPPED_FOLDERS
         paths += (Path(folder, name) for name in files if name.endswith(".py"))
@@ -128,7 +119,7 @@ def _documentation(path: Path) -> str:
     if not any(texts):
         return ""
 
-    parts = path.relative_to(_root()).with_suffix("").parts
+    parts = path.relative_to(_ROOT).with_suffix("").parts
     module = ".".join(name for name in parts if name != "__init__")
     return "\n".join([f"{module}\n", *filter(None, texts)])
 
@@ -142,22 +133,20 @@ def _signature(node: ast.ClassDef | _Function) -> str:
 
 
 @functools.cache
-def _pairs(path: Path) -> list[tuple[str, str]]:
-    """Return the source of each function in a file without its docstring, and the docstring."""
-    source, tree = _parse(path)
-    lines = source.splitlines()
+def function_pairs() -> list[tuple[str, str]]:
+    """Return the source of each function without its docstring, and the docstring."""
     pairs = []
-    for node in ast.walk(tree):
-        if not isinstance(node, _Function) or len(node.body) < 2:
-            continue
-        docstring = _docstring(node)
-        if not docstring:
-            continue
-        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        quoted = node.body[0]  # the statement that is the docstring
-        code = lines[first - 1 : quoted.lineno - 1] + lines[quoted.end_lineno : node.end_lineno]
-        # An empty first line, because cleandoc() ignores the first line's indentation.
-        pairs.append((inspect.cleandoc("\n".join(["", *code])), docstring))
+    for path in _files():
+        source, tree = _parse(path)
+        lines = source.splitlines()
+        for node in ast.walk(tree):
+            if not isinstance(node, _Function) or len(node.body) < 2 or not _docstring(node):
+                continue
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            quoted = node.body[0]  # the statement that is the docstring
+            code = lines[first - 1 : quoted.lineno - 1] + lines[quoted.end_lineno : node.end_lineno]
+            # An empty first line, because cleandoc() ignores the first line's indentation.
+            pairs.append((inspect.cleandoc("\n".join(["", *code])), _docstring(node)))
     return pairs
 
 

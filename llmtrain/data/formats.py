@@ -250,10 +250,10 @@ def preference_of(
     _check_that_no_image_is_lost(record)
     is_pair = not allows_single or "chosen" in record or "rejected" in record
     fields = ["chosen", "rejected"] if is_pair else ["completion"]
-    answers = [_messages(record, field, role="assistant") for field in fields]
+    answers = [parse_messages(_raw_messages(record, field, "assistant")) for field in fields]
     prompt = []
     if "prompt" in record:
-        prompt = _messages(record, "prompt", role="user")
+        prompt = parse_messages(_raw_messages(record, "prompt", role="user"))
     elif is_pair:
         pairs = zip(*answers, strict=False)
         alike = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
@@ -343,15 +343,6 @@ def _raw_messages(record: Fields, field: str, role: str) -> list[object]:
     if isinstance(value, list):
         return value
     return [{"role": role, "content": field_of(record, field, str)}]
-
-
-def _messages(record: Fields, field: str, role: str) -> list[Message]:
-    """Return the messages in a field; a text becomes one message with this ``role``."""
-    raw_messages = _raw_messages(record, field, role)
-    try:
-        return parse_messages(raw_messages)
-    except BadRecord as error:
-        raise BadRecord(f"{field}: {error}") from None
 
 
 def _tools(record: Fields) -> list[Fields] | None:

@@ -28,8 +28,6 @@ _ROWS_PER_BATCH = 1000  # rows of a parquet file that become Python objects at a
 # The formats of compressed files, as pyarrow names them.
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 
-# Files beside the data of a folder that hold counts and types.
-_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
 # How files that are not read become files that are, by their suffix.
 _CONVERSIONS = {
     ".tsv": "pandas.read_csv('{path}', sep='\\t', dtype=str, keep_default_na=False)"
@@ -92,9 +90,6 @@ class Source:
             f"{self.flag} {self.name}: the number of records changed while they were read; start "
             "again when nothing writes to the data."
         )
-
-
-_Reader: TypeAlias = Callable[[Path, str | None], Iterator[Record]]
 
 
 def read_file(path: Path, kind: str, field: str | None) -> Iterator[Record]:
@@ -182,7 +177,7 @@ def file_source(name: str, path: Path, flag: str, text_suffixes: Sequence[str]) 
     if path.is_file():
         matches = [path]
     elif path.is_dir():
-        matches = [file for file in visible_files(path) if file.name not in _DESCRIPTIONS]
+        matches = visible_files(path)
     else:
         # Path.glob takes no absolute patterns.
         names = set(glob.iglob(str(path), recursive=True))  # noqa: PTH207
@@ -208,11 +203,10 @@ def file_source(name: str, path: Path, flag: str, text_suffixes: Sequence[str]) 
         for file, kind in readable.items():
             yield from read_file(file, kind, field)
 
-    # The fingerprint has no names. So a data set may be moved.
-    labels = {file: kind + split_suffix(file)[1] for file, kind in readable.items()}
     return Source(
         name,
-        fingerprint=lambda: digest_of_files(labels),
+        # It depends on no names. So a data set may be moved.
+        fingerprint=lambda: digest_of_files(readable),
         records=records,
         flag=flag,
         has_artificial_nulls=".parquet" in readable.values(),
@@ -302,8 +296,7 @@ def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
         except json.JSONDecodeError as error:
             raise UserError(f"{place}: not JSON ({error.msg}).") from None
         if not isinstance(fields, dict):
-            start = line.strip()[:_SHOWN_CHARACTERS]
-            raise UserError(f"{place}: {start!r} is not a JSON object.")
+            raise UserError(f"{place}: {shown(fields)} is not a JSON object.")
         yield Record(place, fields)
 
 
@@ -364,7 +357,7 @@ def _read_parquet(path: Path, field: str | None) -> Iterator[Record]:
         ) from None
 
 
-_READERS: dict[str, _Reader] = {
+_READERS = {
     ".txt": _read_text,
     ".md": _read_text,
     ".json": _read_json,

@@ -81,12 +81,9 @@ class RequestedSource(NamedTuple):
 
         The first record decides. Text has no prompts, and needs no template.
         """
-        if self.format == "text":
-            return False
-        if self.format not in ("prompt_completion", *PREFERENCE_FORMATS):
-            return True
-        first = self.source.first
-        return first is None or not is_plain_text(first.fields)
+        if self.format in ("prompt_completion", *PREFERENCE_FORMATS) and self.source.first:
+            return not is_plain_text(self.source.first.fields)
+        return self.format != "text"
 
 
 def requested_sources(
@@ -252,8 +249,8 @@ def _split_source(
             )
         return loaded[split]
 
-    place = f"{name}, row" if split == "train" else f"{name}, {split} row"
-    source = replace(_dataset_source(name, load, place), flag=flag, has_splits=True)
+    source = _dataset_source(name, load, place=f"{name}, {split} row")
+    source = replace(source, flag=flag, has_splits=True)
     folder = Path(path)
     if not folder.is_dir():
         return source

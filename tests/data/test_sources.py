@@ -113,7 +113,6 @@ def test_a_file_name_with_brackets_or_a_colon_is_that_file(tmp_path, monkeypatch
 )
 def test_a_readme_is_text_unless_it_describes_records(tmp_path, name, content, expected):
     write(tmp_path / "README.md", "# Data")
-    write(tmp_path / "dataset_infos.json", '{"default": {}}')
     write(tmp_path / name, content)
     assert sorted(read(tmp_path)) == expected
 
@@ -198,7 +197,8 @@ def test_an_unknown_builtin_is_an_error_that_names_the_others():
 def test_builtin_functions_are_not_those_of_tests_and_installed_packages(tmp_path, monkeypatch):
     for name in ("a/c.py", "a.py", "test/d.py", "a/tests/e.py", "site-packages/f.py"):
         write(tmp_path / name, f'def f():\n    """From {name}."""\n    return 1\n')
-    monkeypatch.setattr(builtin, "_root", lambda: tmp_path)
+    monkeypatch.setattr(builtin, "_ROOT", tmp_path)
+    monkeypatch.setattr(builtin, "function_pairs", builtin.function_pairs.__wrapped__)
     texts = [f"def f():\n    return 1\n\nFrom {name}.\n" for name in ("a/c.py", "a.py")]
     assert read("builtin:python-functions") == texts
 
