@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _SKIPPED_FOLDERS = {
-    "__pycache__",
     "site-packages",
     "dist-packages",
     "test",
@@ -28,7 +27,6 @@ _SKIPPED_FOLDERS = {
     "turtledemo",
     "lib2to3",
     "ensurepip",
-    "pydoc_data",
 }
 _ROOT = Path(sysconfig.get_paths()["stdlib"])
 _Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -31,15 +31,6 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
         f"{metadata.eval_tokens:,} eval tokens, vocabulary {metadata.vocabulary:,} "
         f"({metadata.tokenizer}); {outcome}",
     )
-    for requested in request.sources:
-        unread = requested.source.unread_files
-        if unread:
-            say(
-                "data",
-                f"{requested.source.name}: {pluralize(len(unread), 'file')} not read, such as "
-                f"{unread[0].name}; --text_suffixes names suffixes to read as text",
-            )
-
     if request.takes_conversations and request.train_names:
         formats = dict.fromkeys(requested.format for requested in request.sources)
         say("task", f"{_TASKS[metadata.task]}: the records are {', '.join(formats)}")

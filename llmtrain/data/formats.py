@@ -144,11 +144,9 @@ def _with_columns(source: Source, columns: Mapping[str, str]) -> Source:
 
     def records(_: str | None) -> Iterator[Record]:
         for place, fields in source.records(None):
-            renamed = {name: value for name, value in fields.items() if name not in names}
-            for ours, theirs in columns.items():
-                if theirs in fields:
-                    renamed[ours] = fields[theirs]
-            yield Record(place, renamed)
+            others = {name: value for name, value in fields.items() if name not in names}
+            renamed = {ours: fields[theirs] for ours, theirs in columns.items() if theirs in fields}
+            yield Record(place, others | renamed)
 
     return replace(source, records=records)
 
@@ -293,14 +291,13 @@ def prompt_of(record: Fields) -> str | Conversation:
     """
     record = without_none(record, everywhere=False)
     _check_that_no_image_is_lost(record)
-    tools = _tools(record)
-    prompt = record.get("prompt")
-    if isinstance(prompt, str) and not tools:
-        return prompt
-
     field = next((field for field in PROMPT_FIELDS if field in record), "prompt")
-    raw_messages = [*_system_message(record), *_raw_messages(record, field, role="user")]
-    messages = parse_messages(raw_messages)
+    raw_messages = _raw_messages(record, field, role="user")
+    tools = _tools(record)
+    if isinstance(record.get("prompt"), str) and not tools:
+        return str(record["prompt"])
+
+    messages = parse_messages([*_system_message(record), *raw_messages])
     _check_prompt(messages)
     return Conversation(messages, tools)
 

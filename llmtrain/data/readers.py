@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
+from llmtrain.console import pluralize, say
 from llmtrain.errors import UserError, first_line
 from llmtrain.file_digests import file_digest
 from llmtrain.files import json_text
@@ -68,7 +69,6 @@ class Source:
         has_artificial_nulls: whether the records come from Arrow's structs, where every struct of a
             column has the keys of all of them. A null may then stand for an absent key. If only
             some files of a source are such, it is true for all.
-        unread_files: the files of a folder or glob that are not read.
     """
 
     name: str
@@ -77,7 +77,6 @@ class Source:
     flag: str = "--dataset"
     has_splits: bool = False
     has_artificial_nulls: bool = False
-    unread_files: Sequence[Path] = ()
 
     @functools.cached_property
     def first(self) -> Record | None:
@@ -107,10 +106,9 @@ def read_file(path: Path, kind: str, field: str | None) -> Iterator[Record]:
     try:
         yield from _READERS[kind](path, field)
     except OSError as error:
-        if error.errno is not None:  # of the file system
-            raise UserError(f"{path}: {error.strerror}.") from None
+        reason = error.strerror or first_line(error).rstrip(".")
         raise UserError(
-            f"{path} is damaged ({first_line(error).rstrip('.')}); copy or download it again."
+            f"{path} cannot be read, or is damaged: {reason}; copy or download it again."
         ) from None
 
 
@@ -129,12 +127,10 @@ def kind_of(path: Path, text_suffixes: Collection[str] = ()) -> str | None:
         path: the file, of which only the name matters.
         text_suffixes: the suffixes of files that are read as text, whatever they are.
     """
-    suffix, compression = split_suffix(path)
+    suffix, _ = split_suffix(path)
     if suffix in text_suffixes:
         return ".txt"
-    if suffix not in _READERS or (compression and suffix == ".parquet"):
-        return None
-    return suffix
+    return suffix if suffix in _READERS else None
 
 
 def shown(value: object) -> str:
@@ -198,6 +194,12 @@ def file_source(name: str, path: Path, flag: str, text_suffixes: Sequence[str]) 
     readable = {file: kind for file, kind in kinds.items() if kind is not None}
     if not readable:
         return None
+    if unread:
+        say(
+            "data",
+            f"{name}: {pluralize(len(unread), 'file')} not read, such as {unread[0].name}; "
+            "--text_suffixes names suffixes to read as text",
+        )
 
     def records(field: str | None) -> Iterator[Record]:
         for file, kind in readable.items():
@@ -210,7 +212,6 @@ def file_source(name: str, path: Path, flag: str, text_suffixes: Sequence[str]) 
         records=records,
         flag=flag,
         has_artificial_nulls=".parquet" in readable.values(),
-        unread_files=unread,
     )
 
 

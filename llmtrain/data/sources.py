@@ -47,7 +47,6 @@ PythonRecords: TypeAlias = Callable[[], Iterable[str | Fields]] | Iterable[str |
 
 # Files of a data set on the hub: SPLIT-00000-of-00001.parquet. Its README.md lists other files.
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.parquet")
-_CONFIGURATIONS = re.compile(r"\A---\s*\n(?:(?!---).*\n)*?configs:")
 # NAME@REVISION:CONFIGURATION. The name may begin with the one of a user, and a slash.
 _HUB_NAME = re.compile(r"(\w[\w.-]*(?:/[\w.-]+)?)(?:@([^:]+))?(?::(.+))?")
 
@@ -233,11 +232,8 @@ def _split_source(
         configuration: ``None`` for the only one.
         revision: a branch, tag or commit on the hub; ``None`` for the newest commit.
     """
-    split = config.dataset_train_split or "train"
-    split_flag = "--dataset_train_split"
-    if is_eval:
-        split = config.dataset_test_split or "test"
-        split_flag = "--dataset_test_split"
+    split_flag = "dataset_test_split" if is_eval else "dataset_train_split"
+    split = getattr(config, split_flag) or ("test" if is_eval else "train")
 
     @functools.cache
     def load() -> "datasets.Dataset":
@@ -245,7 +241,7 @@ def _split_source(
         if split not in loaded:
             raise UserError(
                 f"{flag} {name} has no split '{split}', but {', '.join(loaded)}; choose one with "
-                f"{split_flag}."
+                f"--{split_flag}."
             )
         return loaded[split]
 
@@ -289,7 +285,7 @@ def _has_hub_layout(folder: Path) -> bool:
     if any(_SHARD.fullmatch(file.name) for file in files):
         return True
     readme = folder / "README.md"
-    return readme.is_file() and bool(_CONFIGURATIONS.match(readme.read_text(errors="replace")))
+    return readme.is_file() and "\nconfigs:" in readme.read_text(errors="replace")
 
 
 def _load_splits(

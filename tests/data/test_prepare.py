@@ -421,7 +421,7 @@ def test_files_that_are_not_read_are_counted_and_suffixes_of_text_make_new_rows(
         (folder / name).write_text(f"the text of {name}")
 
     tokenize(data_config(folder), 4)
-    _, about_files = log_lines(capsys, "data")
+    about_files, _ = log_lines(capsys, "data")
     assert "3 files not read, such as Makefile; " in about_files
 
     tokenized = tokenize(data_config(folder, text_suffixes=[".PY"]), 4)
