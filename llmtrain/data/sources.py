@@ -247,12 +247,11 @@ def _split_source(
 
     source = _dataset_source(name, load, place=f"{name}, {split} row")
     source = replace(source, flag=flag, has_splits=True)
-    folder = Path(path)
-    if not folder.is_dir():
+    if not Path(path).is_dir():
         return source
 
     def fingerprint() -> str:
-        labels = {file: str(file.relative_to(folder)) for file in visible_files(folder)}
+        labels = {file: str(file.relative_to(path)) for file in visible_files(Path(path))}
         return digest_of_files(labels, f"{configuration} {split}")
 
     return replace(source, fingerprint=fingerprint)
@@ -358,15 +357,10 @@ def _iterated_source(records: PythonRecords) -> Source:
             digest.update(json_text(record, default=repr).encode() + b"\n")
         return digest.hexdigest()
 
-    @functools.cache
-    def fingerprint() -> str:
-        if isinstance(records, list | tuple):  # which is read at once
-            return digest_of_records()
-        return once_per_machine(f"fingerprint of {_definition_of(records)}", digest_of_records)
-
+    task = f"fingerprint of {_definition_of(records)}"
     return Source(
         name,
-        fingerprint,
+        fingerprint=functools.cache(lambda: once_per_machine(task, digest_of_records)),
         records=lambda field: numbered(function(), f"{name}, record", field),
     )
 
