@@ -45,7 +45,8 @@ import numpy as np
 from llmtrain.data.audit import SplitStats
 from llmtrain.data.examples import EncodedSource
 from llmtrain.data.packing import LENGTHS, TOKENS_PER_BATCH, TokenStore, create_row_file
-from llmtrain.data.records import Documents, Split
+from llmtrain.data.readers import Split
+from llmtrain.data.records import Documents
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
 from llmtrain.errors import UserError, first_line
 from llmtrain.interfaces.batches import IGNORED

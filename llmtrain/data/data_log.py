@@ -32,7 +32,7 @@ def describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
         f"({metadata.tokenizer}); {outcome}",
     )
     if request.takes_conversations and request.train_names:
-        formats = dict.fromkeys(requested.format for requested in request.sources)
+        formats = dict.fromkeys(source.format for source in request.sources)
         say("task", f"{_TASKS[metadata.task]}: the records are {', '.join(formats)}")
     if request.max_length == "auto":
         say("lengths", f"--max_length auto is {metadata.block_size:,}")

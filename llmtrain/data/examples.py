@@ -20,7 +20,8 @@ from llmtrain.data.audit import Audit, SplitStats, Unit
 from llmtrain.data.config import RowConfig
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Examples, TokenStore, write_rows
-from llmtrain.data.records import Chat, ReadRecord, Records, Split
+from llmtrain.data.readers import Split
+from llmtrain.data.records import Chat, ReadRecord, Records
 from llmtrain.data.render import AnyRenderer, Rendered, TokenSequence
 from llmtrain.data.rendering_pool import render_all
 from llmtrain.data.turns import THINKING_COUNTS

@@ -27,10 +27,10 @@ from llmtrain.data.formats import conversation_of, preference_of
 from llmtrain.data.order import Mixture
 from llmtrain.data.packing import TokenRows
 from llmtrain.data.pairs import EncodedPairs
+from llmtrain.data.readers import Source
 from llmtrain.data.records import ChatRecords, Documents, Records, text_of
 from llmtrain.data.render import AnyRenderer, make_renderer
 from llmtrain.data.request import DataRequest
-from llmtrain.data.sources import RequestedSource
 from llmtrain.data.tokenized import DataMetadata, Tokenized, metadata_of
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import (
@@ -156,7 +156,7 @@ def _make(folder: Path, request: DataRequest) -> None:
         folder: the cache entry. It exists only once it is complete.
         request: the rows to make.
     """
-    readers = [_reader_of(requested, request) for requested in request.sources]
+    readers = [_reader_of(source, request) for source in request.sources]
     tokenizer = request.tokenizer
     if tokenizer is None:
         tokenizer = _train_tokenizer(request, readers)
@@ -229,16 +229,15 @@ def _row_length(request: DataRequest, encoded: Sequence[EncodedSource]) -> int:
 # --- the stages of each source
 
 
-def _reader_of(requested: RequestedSource, request: DataRequest) -> Records[Any]:
+def _reader_of(source: Source, request: DataRequest) -> Records[Any]:
     """Return the documents or the records of a source, which it yields when they are encoded."""
-    source, format, only_split = requested
-    if request.chat is None or format == "text":
+    if request.chat is None or source.format == "text":
         text_field = request.config.column_names.get("text", "text")
         return Documents(
             source,
             partial(text_of, field=text_field),
             request.config.eval_fraction,
-            only_split,
+            source.only_split,
             request.config.max_train_samples,
             field=text_field,
         )
@@ -247,12 +246,12 @@ def _reader_of(requested: RequestedSource, request: DataRequest) -> Records[Any]
     if isinstance(request.chat, PairConfig):
         read = partial(preference_of, allows_single=request.unpaired)
     else:
-        read = partial(conversation_of, format=format)
+        read = partial(conversation_of, format=source.format)
     return ChatRecords(
         source,
         partial(read, has_artificial_nulls=source.has_artificial_nulls),
         request.config.eval_fraction,
-        only_split,
+        source.only_split,
         request.config.max_train_samples,
         skips_bad=request.chat.on_bad_row == "skip",
     )
@@ -298,11 +297,11 @@ def _write_rows(
     """
     train: list[SplitStats] = []
     eval: list[SplitStats] = []
-    for requested, source in zip(request.sources, encoded, strict=True):
-        if requested.is_for_training:
-            train.append(source.write(working / f"train-{len(train)}.arrow", "train", length))
-        if requested.is_for_eval:
-            eval.append(source.write(working / f"eval-{len(eval)}.arrow", "eval", length))
+    for source, examples in zip(request.sources, encoded, strict=True):
+        if source.is_for_training:
+            train.append(examples.write(working / f"train-{len(train)}.arrow", "train", length))
+        if source.is_for_eval:
+            eval.append(examples.write(working / f"eval-{len(eval)}.arrow", "eval", length))
 
     for name, stats in zip(request.train_names, train, strict=True):
         size = stats.targets

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeAlias, cast
 
 from llmtrain.console import pluralize, say
 from llmtrain.errors import UserError, first_line
@@ -40,6 +40,7 @@ _CONVERSIONS = {
     ".xz": "unxz --keep '{path}'",
 }
 
+Split: TypeAlias = Literal["train", "eval"]
 Fields: TypeAlias = dict[str, Any]  # the fields of a record, as they are in its source
 
 
@@ -69,6 +70,10 @@ class Source:
         has_artificial_nulls: whether the records come from Arrow's structs, where every struct of a
             column has the keys of all of them. A null may then stand for an absent key. If only
             some files of a source are such, it is true for all.
+        format: the format of the records.
+        only_split: the split of all records; ``None`` to divide them.
+        needs_template: whether the records are more than prompts with texts as completions. The
+            first one decides. Text has no prompts, and needs no template.
     """
 
     name: str
@@ -77,6 +82,19 @@ class Source:
     flag: str = "--dataset"
     has_splits: bool = False
     has_artificial_nulls: bool = False
+    format: str = "text"
+    only_split: Split | None = None
+    needs_template: bool = False
+
+    @property
+    def is_for_training(self) -> bool:
+        """Whether some of its records are training data."""
+        return self.only_split != "eval"
+
+    @property
+    def is_for_eval(self) -> bool:
+        """Whether some of its records are eval data."""
+        return self.only_split != "train"
 
     @functools.cached_property
     def first(self) -> Record | None:

@@ -7,17 +7,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
-from llmtrain.data.readers import Fields, Source, shown
+from llmtrain.data.readers import Fields, Source, Split, shown
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 
-Split: TypeAlias = Literal["train", "eval"]
 R = TypeVar("R", str, Conversation, PreferenceRecord)
 Chat = TypeVar("Chat", Conversation, PreferenceRecord)
 

@@ -14,7 +14,7 @@ from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.order import counts_per_period
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.readers import Source
-from llmtrain.data.sources import RequestedSource, requested_sources
+from llmtrain.data.sources import requested_sources
 from llmtrain.errors import UserError
 from llmtrain.files import digest
 from llmtrain.interfaces.packing_support import PackingSupport
@@ -85,15 +85,15 @@ class DataRequest:
         _check_data_flags(config, has_own_records=own_source is not None)
         self.sources = requested_sources(config, chat, own_source, unpaired)
         _check_record_flags(config, self.sources, chat, max_length)
-        self.train_names = [each.source.name for each in self.sources if each.is_for_training]
-        self.eval_names = [each.source.name for each in self.sources if each.is_for_eval]
+        self.train_names = [each.name for each in self.sources if each.is_for_training]
+        self.eval_names = [each.name for each in self.sources if each.is_for_eval]
 
         self.decided: dict[str, Any] = {"dataset": self.train_names}
         self.chat: RowConfig | None = None
         self.text_columns = ["input_ids"]
         if config.isolate_documents:
             self.text_columns.append("position_ids")
-        if chat is not None and any(requested.format != "text" for requested in self.sources):
+        if chat is not None and any(source.format != "text" for source in self.sources):
             if support is not None:
                 self.decided |= _decide_packing(chat, support)
             self.chat = chat.with_values(self.decided)
@@ -117,12 +117,12 @@ class DataRequest:
         tokenizer = self.spec if self.tokenizer is None else tok.digest(self.tokenizer)
         sources = [
             [
-                requested.source.fingerprint(),
-                requested.source.has_artificial_nulls,
-                requested.only_split,
-                requested.format,
+                source.fingerprint(),
+                source.has_artificial_nulls,
+                source.only_split,
+                source.format,
             ]
-            for requested in self.sources
+            for source in self.sources
         ]
         rendering = None
         if self.chat is not None:
@@ -162,10 +162,10 @@ def _decide_packing(chat: RowConfig, support: PackingSupport) -> dict[str, Any]:
 
 
 def _set_template(
-    tokenizer: "tok.FastTokenizer", chat: RowConfig, sources: list[RequestedSource]
+    tokenizer: "tok.FastTokenizer", chat: RowConfig, sources: list[Source]
 ) -> list[int]:
     """Set the chat template that the records need, and return the tokens that it adds."""
-    is_plain_text = not any(requested.needs_template for requested in sources)
+    is_plain_text = not any(source.needs_template for source in sources)
     if not (is_plain_text or chat.chat_template or tokenizer.chat_template):
         say("default", f"--chat_template {DEFAULT_TEMPLATE} (the tokenizer has no chat template)")
     return set_template(tokenizer, chat.chat_template, is_plain_text)
@@ -185,12 +185,12 @@ def _check_data_flags(config: DataConfig, has_own_records: bool) -> None:
 
 def _check_record_flags(
     config: DataConfig,
-    sources: list[RequestedSource],
+    sources: list[Source],
     chat: RowConfig | None,
     max_length: int | Literal["auto"],
 ) -> None:
     """Raise :class:`UserError` if a flag does not fit the records, or has no effect on them."""
-    formats = {requested.format for requested in sources}
+    formats = {source.format for source in sources}
     columns = config.column_names
     kind = "text"
     useless = []
@@ -205,12 +205,12 @@ def _check_record_flags(
             useless.append(f"--columns text={columns['text']}")
         if config.isolate_documents:
             useless.append("--isolate_documents")
-    trained = {requested.format for requested in sources if requested.is_for_training}
+    trained = {source.format for source in sources if source.is_for_training}
     if max_length == "auto" and trained == {"text"}:
         useless.append("--max_length auto")
     if useless:
         raise UserError(
-            f"{useless[0]} has no effect, because {sources[0].source.name} holds {kind}; leave it "
+            f"{useless[0]} has no effect, because {sources[0].name} holds {kind}; leave it "
             "out, or see --format and --columns."
         )
     if config.tokenizer == "char" and formats != {"text"}:

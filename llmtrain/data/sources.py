@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from llmtrain.console import can_show_bars
 from llmtrain.data import builtin
@@ -28,13 +28,13 @@ from llmtrain.data.readers import (
     Fields,
     Record,
     Source,
+    Split,
     digest_of_files,
     file_source,
     kind_of,
     numbered,
     visible_files,
 )
-from llmtrain.data.records import Split
 from llmtrain.errors import UserError, first_line, hub_error
 from llmtrain.files import json_text, local_path
 from llmtrain.once_per_machine import once_per_machine
@@ -51,43 +51,9 @@ _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.parquet")
 _HUB_NAME = re.compile(r"(\w[\w.-]*(?:/[\w.-]+)?)(?:@([^:]+))?(?::(.+))?")
 
 
-class RequestedSource(NamedTuple):
-    """A data set of a run.
-
-    Attributes:
-        source: its records.
-        format: their format.
-        only_split: the split of all its records; ``None`` to divide them.
-    """
-
-    source: Source
-    format: str
-    only_split: Split | None
-
-    @property
-    def is_for_training(self) -> bool:
-        """Whether some of its records are training data."""
-        return self.only_split != "eval"
-
-    @property
-    def is_for_eval(self) -> bool:
-        """Whether some of its records are eval data."""
-        return self.only_split != "train"
-
-    @property
-    def needs_template(self) -> bool:
-        """Whether its records are more than prompts with texts as completions.
-
-        The first record decides. Text has no prompts, and needs no template.
-        """
-        if self.format in ("prompt_completion", *PREFERENCE_FORMATS) and self.source.first:
-            return not is_plain_text(self.source.first.fields)
-        return self.format != "text"
-
-
 def requested_sources(
     config: DataConfig, chat: RowConfig | None, own_source: Source | None, unpaired: bool
-) -> list[RequestedSource]:
+) -> list[Source]:
     """Open the data sets to train on, then those to evaluate on.
 
     Args:
@@ -125,7 +91,13 @@ def requested_sources(
         only_split: Split | None = None
         if eval:
             only_split = "train" if number < len(train) else "eval"
-        requested.append(RequestedSource(source, _format_of(source, chat, unpaired), only_split))
+        format = _format_of(source, chat, unpaired)
+        needs_template = format != "text"
+        if format in ("prompt_completion", *PREFERENCE_FORMATS) and source.first:
+            needs_template = not is_plain_text(source.first.fields)
+        requested.append(
+            replace(source, format=format, only_split=only_split, needs_template=needs_template)
+        )
     return requested
 
 

@@ -9,8 +9,9 @@ import pyarrow.parquet
 import pytest
 
 from llmtrain.data import builtin
+from llmtrain.data.config import ChatConfig
 from llmtrain.data.readers import Source
-from llmtrain.data.sources import RequestedSource, open_source, records_source
+from llmtrain.data.sources import open_source, records_source, requested_sources
 from llmtrain.errors import UserError
 from tests.data.preparation import data_config
 
@@ -260,5 +261,7 @@ def test_a_bad_record_of_a_list_is_an_error_that_names_its_number():
 def test_conversations_need_a_template_even_if_they_have_the_text_of_a_prompt():
     for format, needs_template in (("messages", True), ("prompt_completion", False)):
         source = records_source([{"prompt": "a", "messages": [], "completion": "b"}])
-        requested = RequestedSource(source, format, only_split=None)
+        [requested] = requested_sources(
+            data_config(), ChatConfig(format=format), source, unpaired=False
+        )
         assert requested.needs_template == needs_template
