@@ -298,9 +298,9 @@ def _write_rows(
     train: list[SplitStats] = []
     eval: list[SplitStats] = []
     for source, examples in zip(request.sources, encoded, strict=True):
-        if source.is_for_training:
+        if source.only_split != "eval":
             train.append(examples.write(working / f"train-{len(train)}.arrow", "train", length))
-        if source.is_for_eval:
+        if source.only_split != "train":
             eval.append(examples.write(working / f"eval-{len(eval)}.arrow", "eval", length))
 
     for name, stats in zip(request.train_names, train, strict=True):

@@ -86,16 +86,6 @@ class Source:
     only_split: Split | None = None
     needs_template: bool = False
 
-    @property
-    def is_for_training(self) -> bool:
-        """Whether some of its records are training data."""
-        return self.only_split != "eval"
-
-    @property
-    def is_for_eval(self) -> bool:
-        """Whether some of its records are eval data."""
-        return self.only_split != "train"
-
     @functools.cached_property
     def first(self) -> Record | None:
         """The first record, or ``None`` if there is none. It is read only once."""
@@ -203,11 +193,11 @@ def file_source(name: str, path: Path, flag: str, text_suffixes: Sequence[str]) 
         kinds = {file: kind for file, kind in kinds.items() if file.name.lower() != "readme.md"}
     unread = [file for file, kind in kinds.items() if kind is None]
     for file in unread:
-        suffix, compression = split_suffix(file)
+        suffix, _ = split_suffix(file)
         if suffix in _CONVERSIONS:
             raise UserError(
-                f"{flag} {name}: '{suffix}{compression}' files are not read; convert them to "
-                f"JSONL, CSV or Parquet: {_CONVERSIONS[suffix].format(path=file)}"
+                f"{flag} {name}: '{suffix}' files are not read; convert them to JSONL, CSV or "
+                f"Parquet: {_CONVERSIONS[suffix].format(path=file)}"
             )
     readable = {file: kind for file, kind in kinds.items() if kind is not None}
     if not readable:

@@ -85,8 +85,8 @@ class DataRequest:
         _check_data_flags(config, has_own_records=own_source is not None)
         self.sources = requested_sources(config, chat, own_source, unpaired)
         _check_record_flags(config, self.sources, chat, max_length)
-        self.train_names = [each.name for each in self.sources if each.is_for_training]
-        self.eval_names = [each.name for each in self.sources if each.is_for_eval]
+        self.train_names = [each.name for each in self.sources if each.only_split != "eval"]
+        self.eval_names = [each.name for each in self.sources if each.only_split != "train"]
 
         self.decided: dict[str, Any] = {"dataset": self.train_names}
         self.chat: RowConfig | None = None
@@ -205,7 +205,7 @@ def _check_record_flags(
             useless.append(f"--columns text={columns['text']}")
         if config.isolate_documents:
             useless.append("--isolate_documents")
-    trained = {source.format for source in sources if source.is_for_training}
+    trained = {source.format for source in sources if source.only_split != "eval"}
     if max_length == "auto" and trained == {"text"}:
         useless.append("--max_length auto")
     if useless:
