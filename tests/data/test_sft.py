@@ -198,13 +198,9 @@ TWO_FORMATS = SAME["messages"] | {"prompt": "from", "completion": "the completio
 
 @pytest.mark.parametrize(
     ("format", "answer"),
-    [("messages", f"2{CHATML_END}"), ("prompt_completion", f"the completion{CHATML_END}")],
+    [("auto", f"2{CHATML_END}"), ("prompt_completion", f"the completion{CHATML_END}")],
 )
-def test_a_record_of_two_formats_needs_the_flag(tmp_path, format, answer):
-    error = refusal(write_records(tmp_path / "a.jsonl", [TWO_FORMATS]))
-    assert "line 1: " in error
-    assert "--format messages or --format prompt_completion" in error
-
+def test_a_record_of_two_formats_has_the_first_one_or_that_of_the_flag(tmp_path, format, answer):
     tokenized = tokenize_chats(tmp_path, [TWO_FORMATS], format=format)
 
     assert answers_of(tokenized.train, tokenized) == [answer]
