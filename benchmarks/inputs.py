@@ -5,8 +5,7 @@ import sysconfig
 from pathlib import Path
 
 from llmtrain.data import builtin
-from llmtrain.data.chat_template import set_template
-from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
+from llmtrain.data.tokenizer import as_pretrained, set_template, train_tokenizer
 
 TINYSHAKESPEARE_CHARACTERS = 1_115_394
 

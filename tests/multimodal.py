@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmtrain.data.chat_template import set_template
+from llmtrain.data.tokenizer import set_template
 from tests.models.small_models import byte_tokenizer
 
 _TEXT = {

@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.config.command_line import parse
 from llmtrain.config.yaml_file import settings_in
-from llmtrain.data.chat_template import set_template
-from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
+from llmtrain.data.tokenizer import as_pretrained, set_template, train_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import forget_accelerator
 from recipes import finetune

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: set it, render messages with it, and find out what it shows.
+"""The chat template of a tokenizer: render messages with it, and find out what it shows.
 
 Templates differ in ways that they do not declare: whether the arguments of a call are an object or
 JSON text, which field holds reasoning, whether reasoning is shown at all, how a prompt asks for an
@@ -7,7 +7,6 @@ answer without reasoning, and which token ends a turn. Short conversations show 
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from llmtrain.data.messages import (
@@ -17,8 +16,8 @@ from llmtrain.data.messages import (
     separate_reasoning,
 )
 from llmtrain.data.readers import Fields
-from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos, control_tokens_of
-from llmtrain.errors import UserError, first_line
+from llmtrain.data.tokenizer import EXAMPLE, FastTokenizer, control_tokens_of
+from llmtrain.errors import first_line
 from llmtrain.files import json_text
 
 if TYPE_CHECKING:
@@ -30,22 +29,12 @@ TemplateOptions: TypeAlias = dict[str, bool]
 # How a template takes the arguments of a call: as an object, or as a string of JSON.
 ArgumentsType: TypeAlias = Literal["object", "string"]
 
-DEFAULT_TEMPLATE = "chatml"  # of conversations, if the tokenizer has no template
-NO_TEMPLATE = "none"  # the value of --chat_template that trains plain text without a template
 # The variable of templates that asks for a prompt with or without reasoning.
 REASONING_OPTION = "enable_thinking"
 OPEN_THINK_TAG = re.compile(r"<think>\s*$")
 
-_CHATML = Path(__file__).with_name("chatml.jinja")
 _GENERATION_TAG = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
-# Two turns, because many templates render the last turn differently.
-_EXAMPLE: list[Message] = [
-    {"role": "user", "content": "One question."},
-    {"role": "assistant", "content": "One answer."},
-    {"role": "user", "content": "The other question."},
-    {"role": "assistant", "content": "The other answer."},
-]
-_QUESTION, _ANSWER, _NEXT_QUESTION, _ = _EXAMPLE
+_QUESTION, _ANSWER, _NEXT_QUESTION, _ = EXAMPLE
 # What is added to the example. These texts occur in no template.
 _THOUGHT = "One thought."
 _TOWNS = ("Timbuktu", "Samarkand")
@@ -65,74 +54,6 @@ _TOOL_RESULT: Message = {
     "tool_call_id": "call00001",
     "content": "Rain.",
 }
-
-
-def template_text(name: str) -> str:
-    """Read the template of ``--chat_template``; ``none`` is an empty one.
-
-    Raises:
-        UserError: if there is no such template.
-    """
-    if name == NO_TEMPLATE:
-        return ""
-    try:
-        path = _CHATML if name == "chatml" else Path(name).expanduser()
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"--chat_template {name} is neither chatml, none nor a readable file "
-            f"({first_line(error)})."
-        ) from None
-
-
-def set_template(
-    tokenizer: FastTokenizer, chat_template: str | None, is_plain_text: bool = False
-) -> list[int]:
-    """Set the chat template of a tokenizer, and check that it can show a conversation.
-
-    Args:
-        tokenizer: the tokenizer.
-        chat_template: ``chatml`` or a file; ``none`` removes the tokenizer's own template, and
-            ``None`` keeps it, or sets chatml if it has none.
-        is_plain_text: the data are plain text, which can be trained without a template.
-
-    Returns:
-        The tokens that were added to the vocabulary. A model needs rows for them.
-
-    Raises:
-        UserError: if there is no such template, or if it cannot show a conversation.
-    """
-    if chat_template == NO_TEMPLATE:
-        tokenizer.chat_template = None
-        return []
-    if chat_template is None and tokenizer.chat_template is None:
-        if is_plain_text:
-            return []
-        chat_template = DEFAULT_TEMPLATE
-
-    vocabulary_before = tokenizer.get_vocab()
-    name = "the tokenizer's own chat template"
-    if chat_template is not None:
-        name = f"--chat_template {chat_template}"
-        tokenizer.chat_template = template_text(chat_template)
-
-    if chat_template == "chatml":
-        # A model that was trained with a BOS before each text gets one before a conversation, too.
-        if begins_with_bos(tokenizer):
-            tokenizer.chat_template = "{{- bos_token -}}" + template_text(chat_template)
-        tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-
-    try:
-        text = tokenizer.apply_chat_template(_EXAMPLE, tokenize=False)
-    except Exception as error:  # a template can raise any error
-        raise UserError(
-            f"{name} cannot show two questions and two answers: {first_line(error)}."
-        ) from None
-    if any(message["content"] not in text for message in _EXAMPLE):
-        raise UserError(f"{name} does not show the content of messages; use another one.")
-
-    vocabulary = tokenizer.get_vocab()
-    return sorted(id for token, id in vocabulary.items() if token not in vocabulary_before)
 
 
 class _Compiled(NamedTuple):
@@ -372,7 +293,7 @@ class ChatTemplate:
             call = _message_with_calls(self._arguments_type, _TOWNS[:1])
             self._end_of_call = self._find_end_token(special, call, following=_TOOL_RESULT)
 
-        after_answer = self.render(_EXAMPLE, tools=None).rpartition(_EXAMPLE[-1]["content"])[2]
+        after_answer = self.render(EXAMPLE, tools=None).rpartition(EXAMPLE[-1]["content"])[2]
         last_run = re.search(f"(?:{special.pattern})+", after_answer)
         ends = special.findall(last_run[0])[-1:] if last_run else []
         for end in [*ends, self._end_of_answer, self._end_of_call]:

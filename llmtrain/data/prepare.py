@@ -18,7 +18,7 @@ import numpy as np
 from llmtrain.console import note
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.audit import Audit, SplitStats, covering_length
-from llmtrain.data.chat_template import REASONING_OPTION, set_template
+from llmtrain.data.chat_template import REASONING_OPTION
 from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.corpus import EncodedCorpus
 from llmtrain.data.data_log import describe
@@ -32,6 +32,7 @@ from llmtrain.data.records import ChatRecords, Documents, Records, text_of
 from llmtrain.data.render import AnyRenderer, make_renderer
 from llmtrain.data.request import DataRequest
 from llmtrain.data.tokenized import DataMetadata, Tokenized, metadata_of
+from llmtrain.data.tokenizer import set_template
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import (
     cache_folder,

@@ -9,12 +9,12 @@ from typing import Any, Literal
 from llmtrain.config.flags import flags_of
 from llmtrain.console import say
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import DEFAULT_TEMPLATE, set_template, template_text
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.order import counts_per_period
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.readers import Source
 from llmtrain.data.sources import requested_sources
+from llmtrain.data.tokenizer import DEFAULT_TEMPLATE, set_template, template_text
 from llmtrain.errors import UserError
 from llmtrain.files import digest
 from llmtrain.interfaces.packing_support import PackingSupport

@@ -7,9 +7,10 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import ChatTemplate, set_template
+from llmtrain.data.chat_template import ChatTemplate
 from llmtrain.data.formats import Conversation
 from llmtrain.data.messages import BadRecord
+from llmtrain.data.tokenizer import set_template
 from llmtrain.errors import UserError
 from tests.data.chats import (
     CALL,

@@ -12,10 +12,10 @@ from tokenizers import models, processors
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import Conversation
 from llmtrain.data.messages import BadRecord, Message
 from llmtrain.data.render import Rendered, Renderer, TokenSequence
+from llmtrain.data.tokenizer import set_template
 from tests.data.chats import (
     ASSISTANT,
     CALL,

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from llmtrain.data import rendering_pool
-from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import preference_of
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.render import PromptCompletionRenderer, Rendered, Renderer
 from llmtrain.data.rendering_pool import render_all
+from llmtrain.data.tokenizer import set_template
 from llmtrain.errors import UserError
 from tests.data.chats import assert_same_rendering, chat, make
 from tests.data.random_conversations import random_conversation

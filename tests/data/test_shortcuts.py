@@ -13,10 +13,11 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import any_of, set_template
+from llmtrain.data.chat_template import any_of
 from llmtrain.data.formats import Conversation
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.render import Rendered, Renderer
+from llmtrain.data.tokenizer import set_template
 from tests.data import published_templates
 from tests.data.chats import (
     CONTROLS,

@@ -24,7 +24,7 @@ from transformers import (
 
 import llmtrain as lt
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import set_template
+from llmtrain.data.tokenizer import set_template
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED, Batch, count_targets
 from llmtrain.models.attention import ATTENTION_NAME

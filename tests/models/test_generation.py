@@ -27,10 +27,10 @@ import llmtrain as lt
 from llmtrain.cli import main
 from llmtrain.commands.chat import fitting_prompt
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import conversation_of
 from llmtrain.data.prompts import Prompts
 from llmtrain.data.render import Renderer
+from llmtrain.data.tokenizer import set_template
 from llmtrain.errors import UserError
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import Sampling, TextModel

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import llmtrain as lt
-from llmtrain.data.chat_template import set_template
+from llmtrain.data.tokenizer import set_template
 from llmtrain.errors import UserError
 from llmtrain.models.adapters import merged_folder, merged_model, write_merged
 from llmtrain.models.export import how_to_load

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from transformers import GenerationConfig, LlamaForCausalLM
 
 import llmtrain as lt
-from llmtrain.data.chat_template import set_template
-from llmtrain.data.tokenizer import stop_token_ids_of
+from llmtrain.data.tokenizer import set_template, stop_token_ids_of
 from llmtrain.errors import UserError
 from llmtrain.models.adapters import adapted_model, write_outline
 from tests.launching import write_chats

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from llmtrain.cli import main
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.chat_template import set_template
 from llmtrain.data.formats import Conversation
 from llmtrain.data.render import Renderer
+from llmtrain.data.tokenizer import set_template
 from llmtrain.models.generation import TextModel
 from tests.forked import run_forked
 from tests.launching import FINETUNE, PYTHON, ROOT, SMALL_SIZE, long_form, series
