@@ -174,8 +174,8 @@ def is_plain_text(record: Fields) -> bool:
     """
     texts = [record.get(name) for name in ("prompt", "completion", "chosen", "rejected")]
     is_text = all(text is None or isinstance(text, str) for text in texts)
-    has_tools = bool(from_json(record.get("tools") or []))
-    return record.get("prompt") is not None and is_text and not has_tools
+    needs_template = record.get("system") or from_json(record.get("tools") or [])
+    return record.get("prompt") is not None and is_text and not needs_template
 
 
 def conversation_of(
@@ -201,12 +201,11 @@ def conversation_of(
     if format == "messages":
         raw_messages = field_of(record, "messages", list)
     elif format == "sharegpt":
-        raw_messages = [*_system_message(record), *field_of(record, "conversations", list)]
+        raw_messages = field_of(record, "conversations", list)
     elif format == "alpaca":
         instruction = field_of(record, "instruction", str)
         context = field_of(record, "input", str, default="")
         raw_messages = [
-            *_system_message(record),
             {"role": "user", "content": "\n\n".join(filter(None, [instruction, context]))},
             {"role": "assistant", "content": field_of(record, "output", str)},
         ]
@@ -215,9 +214,10 @@ def conversation_of(
         untrained = len(prompt)
         raw_messages = [*prompt, *_raw_messages(record, "completion", role="assistant")]
 
-    messages = parse_messages(raw_messages)
+    messages = _with_system_message(record, parse_messages(raw_messages))
+    untrained += len(messages) - len(raw_messages)
     if not any(message["role"] == "assistant" for message in messages[untrained:]):
-        part = "completion" if untrained else "conversation"
+        part = "completion" if format == "prompt_completion" else "conversation"
         raise BadRecord(f"the {part} has no assistant message")
     return Conversation(
         messages,
@@ -248,7 +248,12 @@ def preference_of(
     _check_that_no_image_is_lost(record)
     is_pair = not allows_single or "chosen" in record or "rejected" in record
     fields = ["chosen", "rejected"] if is_pair else ["completion"]
-    answers = [parse_messages(_raw_messages(record, field, "assistant")) for field in fields]
+    answers = []
+    for field in fields:
+        try:
+            answers.append(parse_messages(_raw_messages(record, field, "assistant")))
+        except BadRecord as error:
+            raise BadRecord(f"{field}: {error}") from None
     prompt = []
     if "prompt" in record:
         prompt = parse_messages(_raw_messages(record, "prompt", role="user"))
@@ -260,6 +265,7 @@ def preference_of(
         if answer[: len(prompt)] == prompt:
             answers[number] = answer[len(prompt) :]
 
+    prompt = _with_system_message(record, prompt)
     if is_pair and answers[0] == answers[1]:
         raise BadRecord("chosen and rejected are the same")
     _check_prompt(prompt)
@@ -297,7 +303,7 @@ def prompt_of(record: Fields) -> str | Conversation:
     if isinstance(record.get("prompt"), str) and not tools:
         return str(record["prompt"])
 
-    messages = parse_messages([*_system_message(record), *raw_messages])
+    messages = _with_system_message(record, parse_messages(raw_messages))
     _check_prompt(messages)
     return Conversation(messages, tools)
 
@@ -328,10 +334,13 @@ def _label(record: Fields) -> bool:
     return values[str(label).lower()]
 
 
-def _system_message(record: Fields) -> list[object]:
-    """Return the system message in the field ``system``, or no message if there is none."""
+def _with_system_message(record: Fields, messages: list[Message]) -> list[Message]:
+    """Return messages that begin with the one in the field ``system``, if they have no other."""
     system = field_of(record, "system", str, default="")
-    return [{"role": "system", "content": system}] if system else []
+    has_system_message = bool(messages) and messages[0]["role"] == "system"
+    if not system or not messages or has_system_message:
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _raw_messages(record: Fields, field: str, role: str) -> list[object]:

@@ -27,7 +27,7 @@ from llmtrain.data.formats import conversation_of, preference_of
 from llmtrain.data.order import Mixture
 from llmtrain.data.packing import TokenRows
 from llmtrain.data.pairs import EncodedPairs
-from llmtrain.data.readers import Source
+from llmtrain.data.readers import Source, Split
 from llmtrain.data.records import ChatRecords, Documents, Records, text_of
 from llmtrain.data.render import AnyRenderer, make_renderer
 from llmtrain.data.request import DataRequest
@@ -221,7 +221,8 @@ def _row_length(request: DataRequest, encoded: Sequence[EncodedSource]) -> int:
     """Return ``--max_length``; with ``auto``, a length that most training examples fit in."""
     if request.max_length != "auto":
         return request.max_length
-    lengths = [source.lengths("train") for source in encoded]
+    split: Split = "train" if request.train_names else "eval"
+    lengths = [source.lengths(split) for source in encoded]
     # If there are no examples, writing the rows reports that, whatever their length.
     length = max(covering_length(np.concatenate(lengths)), 1)
     return min(length, request.max_positions or length)

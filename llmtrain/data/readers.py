@@ -22,6 +22,8 @@ from llmtrain.errors import UserError, first_line
 from llmtrain.file_digests import file_digest
 from llmtrain.files import json_text
 
+# Files beside the data of a folder that hold counts and types.
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
 # The most characters in a field of CSV: a quote that is never closed must not fill the memory.
 _MAX_FIELD_LENGTH = 1 << 28
 _SHOWN_CHARACTERS = 40  # of a value that an error message quotes
@@ -135,10 +137,11 @@ def kind_of(path: Path, text_suffixes: Collection[str] = ()) -> str | None:
         path: the file, of which only the name matters.
         text_suffixes: the suffixes of files that are read as text, whatever they are.
     """
-    suffix, _ = split_suffix(path)
+    suffix, compression = split_suffix(path)
     if suffix in text_suffixes:
         return ".txt"
-    return suffix if suffix in _READERS else None
+    is_readable = suffix in _READERS and not (compression and suffix == ".parquet")
+    return suffix if is_readable else None
 
 
 def shown(value: object) -> str:
@@ -181,7 +184,7 @@ def file_source(name: str, path: Path, flag: str, text_suffixes: Sequence[str]) 
     if path.is_file():
         matches = [path]
     elif path.is_dir():
-        matches = visible_files(path)
+        matches = [file for file in visible_files(path) if file.name not in _DESCRIPTIONS]
     else:
         # Path.glob takes no absolute patterns.
         names = set(glob.iglob(str(path), recursive=True))  # noqa: PTH207
@@ -302,8 +305,8 @@ def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
         place = f"{path}, line {number}"
         try:
             fields = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{place}: not JSON ({error.msg}).") from None
+        except (ValueError, RecursionError) as error:  # also of numbers with too many digits
+            raise UserError(f"{place}: not JSON ({_json_reason(error)}).") from None
         if not isinstance(fields, dict):
             raise UserError(f"{place}: {shown(fields)} is not a JSON object.")
         yield Record(place, fields)
@@ -316,11 +319,13 @@ def _read_json(path: Path, field: str | None) -> Iterator[Record]:
 
     try:
         content = json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and text.lstrip().startswith("{"):
+    except (ValueError, RecursionError) as error:
+        reason = _json_reason(error)
+        if reason == "Extra data" and text.lstrip().startswith("{"):
             yield from _read_jsonl(path, field)
             return
-        raise UserError(f"{path}, line {error.lineno}: not JSON ({error.msg}).") from None
+        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise UserError(f"{path}{line}: not JSON ({reason}).") from None
 
     del text  # the values take more memory still
     values = content.get("data") if isinstance(content, dict) else content
@@ -332,10 +337,18 @@ def _read_json(path: Path, field: str | None) -> Iterator[Record]:
     yield from numbered(values, f"{path}, record", field)
 
 
+def _json_reason(error: Exception) -> str:
+    """Return why a text is not JSON, without the line and column that the parser adds."""
+    return first_line(error).partition(": line ")[0]
+
+
 def _read_csv(path: Path, field: str | None) -> Iterator[Record]:
     csv.field_size_limit(_MAX_FIELD_LENGTH)
     reader = csv.DictReader(_lines_of(path), strict=True)
     try:
+        names = [name for name in reader.fieldnames or [] if name]
+        if len(set(names)) < len(names):
+            raise UserError(f"{path}: two columns have the same name; rename or remove one.")
         for fields in reader:
             place = f"{path}, line {reader.line_num}"
             if None in fields:

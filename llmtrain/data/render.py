@@ -41,28 +41,21 @@ class TokenSequence(NamedTuple):
     Attributes:
         ids: int32 [n].
         loss_mask: bool [n], whether a token is a target.
-        target_bytes: UTF-8 bytes of the targets' text, without control tokens.
         turn_ends: the end of each assistant turn that is a target. The last one is the end of the
             sequence.
     """
 
     ids: np.ndarray
     loss_mask: np.ndarray
-    target_bytes: int
-    turn_ends: tuple[TurnEnd, ...] = ()
+    turn_ends: tuple[TurnEnd, ...]
 
     @property
-    def turns(self) -> int:
-        """The number of assistant turns that are targets."""
-        return len(self.turn_ends)
-
-    @property
-    def ended(self) -> int:
-        """The number of these whose last target token ends a turn."""
-        return self.turn_ends[-1].ended if self.turn_ends else 0
+    def end(self) -> TurnEnd:
+        """The end of the last turn."""
+        return self.turn_ends[-1] if self.turn_ends else TurnEnd(0, 0, 0, 0)
 
 
-_EMPTY = TokenSequence(ids=np.zeros(0, np.int32), loss_mask=np.zeros(0, bool), target_bytes=0)
+_EMPTY = TokenSequence(ids=np.zeros(0, np.int32), loss_mask=np.zeros(0, bool), turn_ends=())
 
 
 class Rendered(NamedTuple):
@@ -128,6 +121,7 @@ class Renderer:
 
     def _render_answers(self, record: PreferenceRecord) -> Rendered:
         sequences = []
+        counts: Counter[str] = Counter()
         for answer in record.answers:
             conversation = Conversation(
                 record.prompt + answer, record.tools, untrained=len(record.prompt)
@@ -138,8 +132,10 @@ class Renderer:
                     "the chat template shows the answer differently from the way it prompts for it"
                 )
             sequences += rendered.sequences
+            counts += rendered.counts
 
-        counts: Counter[str] = Counter()
+        # The prompt, which is in all sequences, is counted once.
+        counts["special_as_text"] = 0
         self.encoder.escaped([record.messages, record.tools], counts)
         return Rendered(sequences, counts)
 
@@ -398,8 +394,7 @@ def _with_turn(
     turn_end = TurnEnd(
         length=len(ids),
         targets=int(np.count_nonzero(loss_mask)),
-        target_bytes=earlier.target_bytes + target_bytes,
-        ended=earlier.ended + int(has_end),
+        target_bytes=earlier.end.target_bytes + target_bytes,
+        ended=earlier.end.ended + int(has_end),
     )
-    turn_ends = (*earlier.turn_ends, turn_end)
-    return TokenSequence(ids, loss_mask, turn_end.target_bytes, turn_ends)
+    return TokenSequence(ids, loss_mask, (*earlier.turn_ends, turn_end))

@@ -84,6 +84,8 @@ class DataRequest:
             counts_per_period(config.mixture)
         _check_data_flags(config, has_own_records=own_source is not None)
         self.sources = requested_sources(config, chat, own_source, unpaired)
+        if not self.sources:
+            raise UserError("there are no data: name a data set with --dataset.")
         _check_record_flags(config, self.sources, chat, max_length)
         self.train_names = [each.name for each in self.sources if each.only_split != "eval"]
         self.eval_names = [each.name for each in self.sources if each.only_split != "train"]
@@ -173,7 +175,10 @@ def _set_template(
 
 def _check_data_flags(config: DataConfig, has_own_records: bool) -> None:
     """Check the flags that say what the records are, before any of them is read."""
-    for name in ("dataset", "dataset_train_split"):
+    flags_of_training_files = ["dataset", "dataset_train_split"]
+    if not config.eval_dataset:
+        flags_of_training_files.append("text_suffixes")
+    for name in flags_of_training_files:
         if has_own_records and config.is_set(name):
             raise UserError(f"--{name}: this recipe has its own data; leave the flag out.")
     if config.has_own_eval_data and config.is_set("eval_fraction"):

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 PythonRecords: TypeAlias = Callable[[], Iterable[str | Fields]] | Iterable[str | Fields]
 
 # Files of a data set on the hub: SPLIT-00000-of-00001.parquet. Its README.md lists other files.
+_CONFIGURATIONS = re.compile(r"\A---\s*\n(?:(?!---).*\n)*?configs:")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.parquet")
 # NAME@REVISION:CONFIGURATION. The name may begin with the one of a user, and a slash.
 _HUB_NAME = re.compile(r"(\w[\w.-]*(?:/[\w.-]+)?)(?:@([^:]+))?(?::(.+))?")
@@ -158,7 +159,11 @@ def open_source(name: str, config: DataConfig, is_eval: bool = False) -> Source:
     split_source = functools.partial(_split_source, name, config, is_eval, flag)
     try:
         path = Path(local_path(name, f"{flag} ")).expanduser()
-        names_split = config.dataset_train_split or config.dataset_test_split
+        names_split = config.dataset_test_split is not None
+        if not is_eval:
+            # With a test split, not all files of the folder must be training data.
+            names_split &= not config.eval_dataset
+            names_split |= config.dataset_train_split is not None
         if path.is_dir() and (names_split or _has_hub_layout(path)):
             return split_source(str(path))
         source = file_source(name, path, flag, config.text_suffixes)
@@ -256,7 +261,7 @@ def _has_hub_layout(folder: Path) -> bool:
     if any(_SHARD.fullmatch(file.name) for file in files):
         return True
     readme = folder / "README.md"
-    return readme.is_file() and "\nconfigs:" in readme.read_text(errors="replace")
+    return readme.is_file() and bool(_CONFIGURATIONS.match(readme.read_text(errors="replace")))
 
 
 def _load_splits(
@@ -291,8 +296,9 @@ def records_source(records: PythonRecords, fingerprint: str | None = None) -> So
     Args:
         records: a ``datasets.Dataset``, a function that yields texts or dictionaries of fields, or
             a list of these. They must always be the same, in the same order.
-        fingerprint: a name that the recipe changes whenever it changes the records. Without it, all
-            records are read at each start, to notice changes; see :func:`once_per_machine`.
+        fingerprint: of a function, a name that the recipe changes whenever it changes the records.
+            Without it, all records are read at each start, to notice changes; see
+            :func:`once_per_machine`.
 
     Raises:
         UserError: if ``records`` is something else, or if it can be read only once.
@@ -302,9 +308,9 @@ def records_source(records: PythonRecords, fingerprint: str | None = None) -> So
         source = _dataset_source("records", lambda: records, place="records, row")
     else:
         source = _iterated_source(records)
-    if fingerprint is None:
+    if fingerprint is None or not callable(records):
         return source
-    # Other recipes may use the same name.
+    # Other functions may use the same name.
     digest = hashlib.sha256(f"{_definition_of(records)} {fingerprint}".encode()).hexdigest()
     return replace(source, fingerprint=lambda: digest)
 

@@ -131,12 +131,12 @@ class TurnFinder:
                 shown = self._after_prompt(index, options) or self._after_request(index, options)
                 if shown is None or (with_reasoning and reasoning not in shown[1]):
                     continue
-                prompt, target = shown
-                is_hidden = reasoning not in target
-                content = self._messages[index]["content"].strip()
-                counts["hidden_turns"] += is_hidden or content not in target
-                turn = self._cut(index, prompt, target)
-                if turn and self._template.has_reasoning_option:
+                turn = self._cut(index, *shown)
+                if turn is None:
+                    return None
+                texts = (self._messages[index]["content"].strip(), reasoning)
+                counts["hidden_turns"] += any(text not in turn.target for text in texts)
+                if self._template.has_reasoning_option:
                     counts[THINKING_COUNTS[options.get(REASONING_OPTION)]] += 1
                 return turn
         counts["untrained_turns"] += 1
@@ -176,7 +176,7 @@ class TurnFinder:
 
         The turn follows the words that ask for it, here ``<|start|>assistant``. Earlier turns
         follow the same words, so they are the last ones before the text differs from the text with
-        another answer.
+        another answer. If a turn ends in between, they have asked for that one.
 
         A prompt may also end with the beginning of the answer, which some templates show as one
         message with the rest. The prompt is then all that the two texts share.
@@ -197,10 +197,11 @@ class TurnFinder:
         prompt = self.text(index, options, add_generation_prompt=True)
         before = self.text(index, options)
         request = prompt[len(before) :] if prompt.startswith(before) else ""
-        position = shared.rfind(request)
-        if not request or position < 0:
+        start = shared.rfind(request) + len(request)
+        is_found = request and request in shared
+        if not is_found or self._template.stop_tokens.search(shared, start):
             return None
-        return prompt, text[position + len(request) :]
+        return prompt, text[start:]
 
     def _cut(self, index: int, prompt: str, target: str) -> Turn | None:
         """Cut a target after the token that ends the turn; ``None`` if no mark is in it.

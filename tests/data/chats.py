@@ -210,7 +210,7 @@ def assert_same_rendering(actual: Rendered | str, expected: Rendered | str) -> N
         assert sequence.loss_mask.dtype == np.bool_
         np.testing.assert_array_equal(sequence.ids, expected_sequence.ids)
         np.testing.assert_array_equal(sequence.loss_mask, expected_sequence.loss_mask)
-        assert sequence.target_bytes == expected_sequence.target_bytes
+        assert sequence.end.target_bytes == expected_sequence.end.target_bytes
         assert sequence.turn_ends == expected_sequence.turn_ends
 
 

@@ -76,7 +76,7 @@ def test_chatml_shows_tools_calls_and_reasoning():
         f"<|im_start|>assistant\n{second_turn}"
     )
     assert target_texts(tokenizer, conversation) == [first_turn, second_turn]
-    assert (sequence.turns, sequence.ended) == (2, 2)
+    assert (len(sequence.turn_ends), sequence.end.ended) == (2, 2)
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])

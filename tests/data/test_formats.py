@@ -13,6 +13,7 @@ from llmtrain.data.formats import (
     Conversation,
     conversation_of,
     detect_format,
+    preference_of,
 )
 from llmtrain.data.messages import BadRecord
 from tests.data.chats import ASSISTANT, CALL, CALLING, TOOL, USER, chat
@@ -96,16 +97,26 @@ def test_the_messages_of_a_prompt_are_not_trained():
     assert conversation_of(record, "prompt_completion").untrained == 3
 
 
-@pytest.mark.parametrize("format", ["sharegpt", "alpaca"])
+@pytest.mark.parametrize("format", ["sharegpt", "alpaca", "prompt_completion", "messages"])
 def test_a_system_prompt_becomes_the_first_message(format):
+    system_message = {"role": "system", "content": "s"}
     record = {
         "conversations": [human("a"), gpt("b")],
         "instruction": "a",
         "output": "b",
+        "prompt": "a",
+        "completion": "b",
+        "messages": [USER, ASSISTANT],
         "system": "s",
     }
-    messages = conversation_of(record, format).messages
-    assert messages == [{"role": "system", "content": "s"}, USER, ASSISTANT]
+    conversation = conversation_of(record, format)
+    assert conversation.messages == [system_message, USER, ASSISTANT]
+    assert not conversation.is_plain_text
+
+    pair = preference_of({"prompt": "a", "chosen": "b", "rejected": "c", "system": "s"})
+    assert pair.prompt == [system_message, USER]
+    own = {"messages": [system_message, USER, ASSISTANT], "system": "another"}
+    assert conversation_of(own, "messages").messages == own["messages"]
 
 
 # --- tool calls

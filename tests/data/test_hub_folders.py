@@ -132,6 +132,16 @@ def test_splits_and_files_can_be_mixed(chats, tmp_path):
     assert message.startswith(f"--eval_dataset {chats} has no split 'test'")
 
 
+def test_a_training_split_leaves_other_eval_folders_as_they_are(chats, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("an eval text")
+
+    tokenized = tokenize_data(chats, eval_dataset=[str(folder)], dataset_train_split="train_sft")
+
+    assert eval_documents(tokenized) == ["an eval text"]
+
+
 # --- configurations
 
 

@@ -76,8 +76,8 @@ def test_a_sequence_is_the_prompt_the_completion_and_eos(
     expected_mask = np.arange(len(sequence.ids)) >= max(len(prompt_ids), 1)
     np.testing.assert_array_equal(sequence.loss_mask, expected_mask)
     assert sequence.loss_mask.dtype == np.bool_
-    assert sequence.target_bytes == len(completion.encode())
-    assert (sequence.turns, sequence.ended) == (1, 1)
+    assert sequence.end.target_bytes == len(completion.encode())
+    assert (len(sequence.turn_ends), sequence.end.ended) == (1, 1)
 
 
 def test_no_token_belongs_to_both_the_prompt_and_the_completion() -> None:
@@ -97,7 +97,7 @@ def test_special_tokens_are_text_except_for_eos_at_the_end() -> None:
     assert tokenizer.decode(sequence.ids) == "<s>a</s>b<|im_end|> </s></s>"
     special_ids = [id for id in sequence.ids.tolist() if id in tokenizer.all_special_ids]
     assert special_ids == [tokenizer.eos_token_id]
-    assert sequence.target_bytes == len("b<|im_end|> </s>")
+    assert sequence.end.target_bytes == len("b<|im_end|> </s>")
 
     with_one_special = sequence_of(tokenizer, "a <s>", " b")
     assert tokenizer.decode(with_one_special.ids) == "a <s> b</s>"

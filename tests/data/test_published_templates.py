@@ -142,6 +142,18 @@ def test_each_turn_is_a_target_once_and_the_table_has_the_sequences(name: str) -
     assert f"| {name} | {' | '.join(cells)} |" in TEMPLATES_PAGE.read_text().splitlines()
 
 
+@pytest.mark.parametrize("name", ["glm4moe", "qwen3_5_nothink"])
+def test_no_turn_is_trained_in_place_of_another(name: str) -> None:
+    """These templates show a tag in an answer in a way that does not follow from the prompt."""
+    messages = [user("q1"), answer("Ans-1"), user("q2"), answer("Why</think>Ans-2")]
+    renderer = Renderer(tokenizer_of(name))
+
+    sequences = renderer(Conversation(messages, None)).sequences
+
+    targets = "".join(renderer.tokenizer.decode(each.ids[each.loss_mask]) for each in sequences)
+    assert targets.count("Ans-1") == 1
+
+
 # --- prompts with completions
 
 PROMPTS = {

@@ -164,7 +164,6 @@ BAD_CONTENT = {
     "cut-character.txt": ("one\ntwö".encode()[:-1], "line 2: byte 0xc3"),
     # Parquet.
     "cut.parquet": (PARQUET[:-20], "not Parquet, or damaged"),
-    "table.parquet.gz": (gzip.compress(PARQUET), "not Parquet, or damaged"),
     "damaged.parquet": (PARQUET[:20] + b"\x99" * 20 + PARQUET[40:], "damaged"),
     # Compressed files.
     "cut.jsonl.gz": (gz(LINES * 1000)[:-1], "damaged"),

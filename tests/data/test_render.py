@@ -12,7 +12,7 @@ from tokenizers import models, processors
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.formats import Conversation
+from llmtrain.data.formats import Conversation, preference_of
 from llmtrain.data.messages import BadRecord, Message
 from llmtrain.data.render import Rendered, Renderer, TokenSequence
 from llmtrain.data.tokenizer import set_template
@@ -90,9 +90,9 @@ def test_the_targets_are_the_assistants_messages_and_their_end_tokens(name, spec
     assert target_texts(tokenizer, conversation) == [text + END[name] for text in answers]
 
     sequences = Renderer(tokenizer)(conversation).sequences
-    assert sum(sequence.turns for sequence in sequences) == 2
-    assert sum(sequence.ended for sequence in sequences) == 2
-    assert sum(sequence.target_bytes for sequence in sequences) == sum(map(len, answers))
+    assert sum(len(sequence.turn_ends) for sequence in sequences) == 2
+    assert sum(sequence.end.ended for sequence in sequences) == 2
+    assert sum(sequence.end.target_bytes for sequence in sequences) == sum(map(len, answers))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_an_end_token_is_a_target_only_after_an_answer(mark):
 
     are_targets = sequence.loss_mask[sequence.ids == tokenizer.eos_token_id]
     assert are_targets.tolist() == [False, True, False, True]
-    assert sequence.ended == 2
+    assert sequence.end.ended == 2
 
 
 @for_marked_and_unmarked
@@ -184,7 +184,7 @@ def test_a_turn_of_weight_zero_is_context():
     np.testing.assert_array_equal(rendered.sequences[0].ids, usual.sequences[0].ids)
     texts = target_texts(tokenizer, Conversation(weighted, None))
     assert texts == ["b<|im_end|>", "f<|im_end|>"]
-    assert rendered.sequences[0].turns == 2
+    assert len(rendered.sequences[0].turn_ends) == 2
     assert render(tokenizer, USER, answer("b", weight=0)).sequences == []
 
 
@@ -198,7 +198,7 @@ def test_only_the_turns_after_the_last_question_are_targets_if_that_is_chosen(te
 
     rendered = renderer(Conversation([*CALLING, *second_question], [TOOL]))
 
-    assert sum(sequence.turns for sequence in rendered.sequences) == 2
+    assert sum(len(sequence.turn_ends) for sequence in rendered.sequences) == 2
     for sequence in rendered.sequences:
         context = context_text(renderer.tokenizer, sequence)
         assert "2 + 3?" in context
@@ -225,8 +225,8 @@ def test_the_targets_of_any_conversation_are_its_answers(turns):
 
         expected = "".join(answer + "<|im_end|>" for answer in answers)
         assert target_text(renderer.tokenizer, sequence) == expected
-        assert sequence.target_bytes == sum(len(answer.encode()) for answer in answers)
-        assert sequence.turns == sequence.ended == len(turns)
+        assert sequence.end.target_bytes == sum(len(answer.encode()) for answer in answers)
+        assert len(sequence.turn_ends) == sequence.end.ended == len(turns)
 
 
 # --- generation blocks
@@ -254,7 +254,7 @@ def test_a_turn_can_have_several_blocks():
     sequence = only_sequence(tokenizer, TWO_TURNS)
 
     assert target_texts(tokenizer, TWO_TURNS) == ["b<|im_end|>", "d<|im_end|>"]
-    assert (sequence.turns, sequence.ended, sequence.target_bytes) == (2, 2, 2)
+    assert (len(sequence.turn_ends), sequence.end.ended, sequence.end.target_bytes) == (2, 2, 2)
 
 
 def test_a_turn_whose_block_leaves_out_its_end_token_is_not_ended():
@@ -263,7 +263,7 @@ def test_a_turn_whose_block_leaves_out_its_end_token_is_not_ended():
     sequence = only_sequence(make(marked(template)), TWO_TURNS)
 
     assert sequence.loss_mask.sum() == 2
-    assert (sequence.turns, sequence.ended, sequence.target_bytes) == (2, 0, 2)
+    assert (len(sequence.turn_ends), sequence.end.ended, sequence.end.target_bytes) == (2, 0, 2)
 
 
 # --- the end of a turn
@@ -278,7 +278,7 @@ def test_a_turn_ends_at_its_end_token_even_if_the_template_adds_eos_at_the_end(m
     sequence = only_sequence(tokenizer, TWO_TURNS)
 
     assert target_texts(tokenizer, TWO_TURNS) == ["b<|im_end|>", "d<|im_end|>"]
-    assert (sequence.turns, sequence.ended) == (2, 2)
+    assert (len(sequence.turn_ends), sequence.end.ended) == (2, 2)
 
 
 def test_two_end_tokens_next_to_each_other_are_both_targets():
@@ -323,7 +323,7 @@ def test_an_end_token_that_absorbs_white_space_around_it_is_a_target(mark, strip
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     are_targets = sequence.loss_mask[sequence.ids == end]
     assert are_targets.tolist() == [False, True, False, True]
-    assert (sequence.ended, sequence.target_bytes) == (2, 2)
+    assert (sequence.end.ended, sequence.end.target_bytes) == (2, 2)
 
 
 # --- reasoning
@@ -361,6 +361,11 @@ def test_a_prompt_that_begins_the_reasoning_is_followed_by_its_rest(content, tar
 @pytest.mark.parametrize(("template", "asked_turns"), [(CHATML, 0), (SWITCHED, 1)])
 def test_only_a_template_with_the_option_is_asked_for_no_reasoning(template, asked_turns):
     assert render(make(template), USER, ASSISTANT).counts["no_thinking_turns"] == asked_turns
+
+
+def test_the_answers_of_a_pair_are_counted_like_turns():
+    record = preference_of({"prompt": "a", "chosen": "b", "rejected": "c"})
+    assert Renderer(make(SWITCHED))(record).counts["no_thinking_turns"] == 2
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
@@ -449,7 +454,7 @@ def test_each_turn_follows_the_prompt_that_transformers_makes_for_it(template, m
     ]
     assert [context_text(tokenizer, sequence) for sequence in sequences] == prompts
     assert [target_text(tokenizer, sequence) for sequence in sequences] == targets
-    assert [sequence.turns for sequence in sequences] == [1, 1]
+    assert [len(sequence.turn_ends) for sequence in sequences] == [1, 1]
 
 
 def test_blocks_in_text_that_no_prompt_leads_to_are_ignored():
@@ -493,7 +498,7 @@ def test_a_token_that_is_only_partly_in_a_block_is_no_target():
 
     assert tokenizer.decode(sequence.ids).endswith("Assistant: ?? question</s>")
     assert target_texts(tokenizer, chat("a", "?? questi")) == ["??", "</s>"]
-    assert (sequence.turns, sequence.ended) == (1, 1)
+    assert (len(sequence.turn_ends), sequence.end.ended) == (1, 1)
 
 
 @pytest.mark.parametrize("kind", ["byte", "sentencepiece"])
@@ -505,7 +510,7 @@ def test_all_tokens_of_a_character_are_targets(kind, text):
     sequence = only_sequence(tokenizer, conversation)
 
     assert target_texts(tokenizer, conversation) == [text + "<|im_end|>"] * 2
-    assert sequence.target_bytes == 2 * len(text.encode())
+    assert sequence.end.target_bytes == 2 * len(text.encode())
 
 
 def test_white_space_is_a_target_even_if_the_tokenizer_trims_its_offsets():
@@ -517,7 +522,7 @@ def test_white_space_is_a_target_even_if_the_tokenizer_trims_its_offsets():
 
     assert target_text(tokenizer, trimmed) == " b</s>"
     np.testing.assert_array_equal(trimmed.loss_mask, usual.loss_mask)
-    assert trimmed.target_bytes == usual.target_bytes == 2
+    assert trimmed.end.target_bytes == usual.end.target_bytes == 2
 
 
 def test_settings_of_the_tokenizer_have_no_effect_and_stay_as_they_are():
@@ -559,8 +564,8 @@ def test_a_message_cannot_end_its_turn_or_begin_another():
     assert controls_of(renderer, sequence) == ["<|im_start|>", "<|im_end|>"] * 4
     assert tokenizer.decode(sequence.ids).count(injection) == 2
     assert target_text(tokenizer, sequence) == f"b<|im_end|>{injection}<|im_end|>"
-    assert (sequence.turns, sequence.ended) == (2, 2)
-    assert sequence.target_bytes == len("b" + injection)
+    assert (len(sequence.turn_ends), sequence.end.ended) == (2, 2)
+    assert sequence.end.target_bytes == len("b" + injection)
     assert rendered.counts["special_as_text"] == 10
 
 

@@ -168,7 +168,7 @@ def test_conversations_of_common_templates_are_encoded_once(
     messages = chat(*[words] * 20).messages
     (sequence,) = renderer(Conversation(messages, None)).sequences
 
-    assert sequence.turns == 10
+    assert len(sequence.turn_ends) == 10
     assert sum(text.count(words) for text in texts) == 20
 
 
@@ -229,7 +229,7 @@ def test_special_tokens_in_messages_are_text_for_every_template(name: str) -> No
             reference_target = decode(reference.ids[reference.loss_mask])
             assert target == reference_target.replace(WORD, special)
             added_bytes = len(special.encode()) - len(WORD.encode())
-            expected_bytes = reference.target_bytes + reference_target.count(WORD) * added_bytes
-            assert sequence.target_bytes == expected_bytes
+            expected_bytes = reference.end.target_bytes + reference_target.count(WORD) * added_bytes
+            assert sequence.end.target_bytes == expected_bytes
             compared += 1
     assert compared > 0
