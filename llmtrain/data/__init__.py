@@ -8,13 +8,14 @@ A record passes these modules, in this order:
 3. ``records``: it is training or eval data, by a hash.
 4. ``chat_template``, ``turns``: it becomes text, in which each turn has a prompt.
    ``text_encoder``, ``render``: the text becomes token sequences with loss masks.
+   ``rendering_pool`` does this step in several processes.
 5. ``examples``, ``pairs``: the sequences wait in a temporary file until the length of the rows is
    known. Then the examples that fit are chosen.
-6. ``packing``: examples become rows.
+6. ``packing``: examples become rows, which ``tokenized`` describes.
 7. ``order``, ``loader``: the rows of each step become a batch.
 
 ``prompts`` makes the prompts of a finished model with the renderers of step 4.
 
 A document of plain text passes ``corpus`` instead of 4 to 6. ``prepare`` runs 1 to 6 for the data
-sets of a ``request``; ``audit`` counts, and ``data_log`` prints.
+sets of a ``request``, whose flags are in ``config``, with a ``tokenizer``; ``audit`` counts.
 """

@@ -246,7 +246,8 @@ class GlobalBatchSampler:
         if self.lengths is None:
             return np.split(rows, borders)
 
-        # The key of four numbers differs from all keys of orders of rows, which have two or three.
+        # The last number, of batches, only makes this key one of four numbers. So it differs from
+        # all keys of orders of rows, which have two or three.
         key = key_of(self.seed, epoch, megabatch, len(borders) + 1)
         ascending = rows[np.argsort(self.lengths[rows], kind="stable")]
         return _drawn_batches(ascending, self.batch_size, key)

@@ -21,7 +21,6 @@ from llmtrain.data.audit import Audit, SplitStats, covering_length
 from llmtrain.data.chat_template import REASONING_OPTION
 from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.corpus import EncodedCorpus
-from llmtrain.data.data_log import describe
 from llmtrain.data.examples import EncodedChats, EncodedSource
 from llmtrain.data.formats import conversation_of, preference_of
 from llmtrain.data.order import Mixture
@@ -47,24 +46,20 @@ from llmtrain.locks import file_lock
 from llmtrain.once_per_machine import once_per_machine
 
 
-def cached_rows(request: DataRequest) -> Tokenized:
-    """Return the rows that a recipe asks for, from the cache if they were made before.
+def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
+    """Return the rows that a recipe asks for, and whether they were in the cache.
 
     Raises:
         UserError: if the records are wrong, or if the cache cannot be written.
     """
     folder = cache_folder() / request.digest()
-    rows = None
     with contextlib.suppress(OSError):
-        rows = _open(folder, request)
-    is_cached = rows is not None
-    if rows is None:
-        # The processes of a launch take turns, also if the disk of the cache has no locks.
-        once_per_machine(f"rows {folder}", lambda: _make_locked(folder, request))
-        with as_user_error(f"{folder} cannot be read back", describe=first_line):
-            rows = _open(folder, request)
-    describe(request, rows, is_cached)
-    return rows
+        return _open(folder, request), True
+
+    # The processes of a launch take turns, also if the disk of the cache has no locks.
+    once_per_machine(f"rows {folder}", lambda: _make_locked(folder, request))
+    with as_user_error(f"{folder} cannot be read back", describe=first_line):
+        return _open(folder, request), False
 
 
 # --- cache entries
@@ -75,7 +70,7 @@ def open_entry(folder: Path) -> Tokenized:
 
     Raises:
         OSError: if it does not exist, or if a file is absent or damaged.
-        UserError: if its disk fails. This is no damage.
+        UserError: if its disk fails, which is no damage, or if its tokenizer cannot be loaded.
     """
     facts_path = folder / "facts.json"
     state = facts_path.stat()
@@ -122,7 +117,10 @@ def _open(folder: Path, request: DataRequest) -> Tokenized:
 
 
 def _make_locked(folder: Path, request: DataRequest) -> str:
-    """Make a cache entry, unless another process does so meanwhile. Return its name.
+    """Make a cache entry, unless another process has done so meanwhile.
+
+    Returns:
+        The name of the entry, because :func:`once_per_machine` passes on a text.
 
     Raises:
         UserError: if the cache folder cannot be written.

@@ -1,20 +1,30 @@
-"""Rows of tokens for a run, and what the model decides about them."""
+"""Rows of tokens for a run, what the model decides about them, and their lines in the log."""
 
 import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
+from llmtrain.console import is_or_are, pluralize, say
+from llmtrain.data.audit import COVERED_SHARE, Audit
 from llmtrain.data.config import DataConfig, RowConfig
 from llmtrain.data.prepare import cached_rows
 from llmtrain.data.request import DataRequest
 from llmtrain.data.sources import PythonRecords, records_source
-from llmtrain.data.tokenized import Tokenized
+from llmtrain.data.tokenized import Tokenized, short_names
 from llmtrain.errors import UserError
 from llmtrain.interfaces.packing_support import PackingSupport
 
 if TYPE_CHECKING:
     from llmtrain.models.config import ModelConfig
     from llmtrain.models.preference_config import PreferenceConfig
+
+_TASKS = {
+    "text": "continued pretraining",
+    "conversations": "fine-tuning on the assistant's turns",
+    "preferences": "preference training",
+}
 
 
 def tokenize(
@@ -33,12 +43,13 @@ def tokenize(
     Every process calls this before the process group exists. One of them makes the rows, while the
     others wait for its lock. If anything fails, the cache stays as it was.
 
-    A model of Hugging Face decides what the user has left open: the tokenizer, the length of the
-    rows, and whether a row may hold several documents. The arguments stay as they are:
-    ``decided`` of the result has the values, which ``place`` writes to the settings of the run.
+    A model of Hugging Face decides what is ``None``: the tokenizer, the length of the rows, and
+    whether a row may hold several documents. The arguments stay as they are: ``decided`` of the
+    result has the values, which ``place`` writes to the settings of the run.
 
     Args:
-        data: the data sets and the tokenizer. ``dataset`` may be empty if there is eval data.
+        data: the data sets and the tokenizer. ``dataset`` may be empty if there is eval data. A
+            recipe that fine-tunes sets ``tokenizer=None``, to train with the model's own.
         max_length: the length of the rows; by default that of ``model``. A row of text or
             conversations holds one token more, because its last token predicts nothing. A row of
             preference data holds twice as many, for two answers with their prompts. ``auto``
@@ -92,7 +103,72 @@ def tokenize(
         unpaired=unpaired or (preference is not None and preference.is_unpaired),
         max_positions=max_positions,
     )
-    rows = cached_rows(request)
+    rows, is_cached = cached_rows(request)
+    _describe(request, rows, is_cached)
     if model is not None:
         decided["max_length"] = rows.metadata.block_size
     return replace(rows, decided={**decided, **rows.decided})
+
+
+# --- the lines about the data in the start-up log
+
+
+def _describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
+    """Print the lines about the data in the start-up log.
+
+    Args:
+        request: the rows that the recipe asked for.
+        rows: the rows.
+        is_cached: whether they are from the cache.
+    """
+    metadata = rows.metadata
+    outcome = "from the cache" if is_cached else "tokenised"
+    say(
+        "data",
+        f"{metadata.dataset or ' '.join(rows.eval_names)}: "
+        f"{pluralize(metadata.records, 'record')}, {metadata.train_tokens:,} train tokens, "
+        f"{metadata.eval_tokens:,} eval tokens, vocabulary {metadata.vocabulary:,} "
+        f"({metadata.tokenizer}); {outcome}",
+    )
+    if request.takes_conversations and request.train_names:
+        formats = dict.fromkeys(source.format for source in request.sources)
+        say("task", f"{_TASKS[metadata.task]}: the records are {', '.join(formats)}")
+    if request.max_length == "auto":
+        say("lengths", f"--max_length auto is {metadata.block_size:,}")
+    if metadata.audit:
+        audit = Audit(**metadata.audit)
+        for line in audit.lines():
+            say("audit", line)
+        if audit.overlong > (1 - COVERED_SHARE) * audit.examples:
+            overlong = f"{audit.overlong:,} of {audit.examples:,} {is_or_are(audit.overlong)}"
+            say(
+                "lengths",
+                f"{overlong} longer than --max_length {metadata.block_size:,}; "
+                f"--max_length auto holds {COVERED_SHARE:.1%}",
+            )
+    if metadata.eval_audit:
+        eval_audit = Audit(**metadata.eval_audit)
+        if eval_audit.bad or eval_audit.overlong or eval_audit.untrained:
+            say("eval", eval_audit.left_out())
+    _describe_shares(rows, request.train_names)
+
+
+def _describe_shares(rows: Tokenized, names: list[str]) -> None:
+    """Print each data set's share of the rows that a run draws, and of their target tokens.
+
+    The two differ, because rows of text are full of targets and rows of conversations are not.
+    """
+    metadata = rows.metadata
+    if len(metadata.source_rows) < 2:
+        return
+
+    # Without a mixture every row is drawn once per epoch.
+    drawn_rows = metadata.source_rows if rows.mixture is None else rows.mixture.counts
+    targets_per_row = np.array(metadata.source_targets) / metadata.source_rows
+    row_shares = np.array(drawn_rows) / sum(drawn_rows)
+    target_shares = row_shares * targets_per_row / np.dot(row_shares, targets_per_row)
+    shares = [
+        f"{name} {drawn:.1%} of rows, {targets:.1%} of target tokens"
+        for name, drawn, targets in zip(short_names(names), row_shares, target_shares, strict=True)
+    ]
+    say("mixture", "; ".join(shares))
