@@ -179,8 +179,8 @@ class RowConfig(Config):
         None,
         "chatml or the path of a Jinja file; replaces the tokenizer's own chat template; none: "
         "train prompts with completions of plain text as they are, followed by EOS (default: the "
-        "tokenizer's own; if it has none, chatml for conversations, and none for plain text; chatml "
-        "if it is trained on the data)",
+        "tokenizer's own; if it has none, chatml for conversations, and none for plain text; "
+        "chatml if it is trained on the data)",
     )
     overlong: Literal["drop", "truncate", "error"] = flag(
         "drop",

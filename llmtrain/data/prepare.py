@@ -4,6 +4,7 @@ The stages that a record passes are listed in :mod:`llmtrain.data`.
 """
 
 import contextlib
+import copy
 import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
@@ -31,7 +32,6 @@ from llmtrain.data.records import ChatRecords, Documents, Records, text_of
 from llmtrain.data.render import AnyRenderer, make_renderer
 from llmtrain.data.request import DataRequest
 from llmtrain.data.tokenized import DataMetadata, Tokenized, metadata_of
-from llmtrain.data.tokenizer import set_template
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import (
     cache_folder,
@@ -88,6 +88,10 @@ def open_entry(folder: Path) -> Tokenized:
         raise OSError(f"{damaged} differs from its hash")
 
     metadata = DataMetadata(**facts["metadata"])
+    if facts["metadata"]["audit"]:
+        metadata.audit = Audit(**facts["metadata"]["audit"])
+    if facts["metadata"]["eval_audit"]:
+        metadata.eval_audit = Audit(**facts["metadata"]["eval_audit"])
     metadata.cache_entry = folder.name
     train_files = [folder / f"train-{i}.arrow" for i in range(len(metadata.source_rows))]
     eval_files = [folder / f"eval-{i}.arrow" for i in range(len(metadata.eval_source_rows))]
@@ -111,7 +115,7 @@ def _open(folder: Path, request: DataRequest) -> Tokenized:
         ),
         mixture=Mixture(metadata.source_rows, mixture) if mixture else None,
         new_tokens=request.new_tokens,
-        eval_names=request.eval_names,
+        eval_names=[each.name for each in request.sources if each.only_split != "train"],
         decided=request.decided,
     )
 
@@ -190,8 +194,10 @@ def _make(folder: Path, request: DataRequest) -> None:
             tokenizer.model_max_length = length
         if metadata.audit is not None:
             # The finished tokenizer_config.json has this, too.
+            tokenizer = copy.copy(tokenizer)
+            tokenizer.init_kwargs = {**tokenizer.init_kwargs}
             tokenizer.init_kwargs.pop(REASONING_OPTION, None)
-            tokenizer.init_kwargs |= Audit(**metadata.audit).template_options
+            tokenizer.init_kwargs |= metadata.audit.template_options
         # A library in Rust raises no OSError.
         with as_user_error(f"the tokenizer cannot be written to {folder}", describe=first_line):
             tokenizer.save_pretrained(working / "tokenizer")
@@ -211,7 +217,7 @@ def _train_tokenizer(request: DataRequest, readers: Sequence[Records[Any]]) -> t
     )
     tokenizer = tok.as_pretrained(trained)
     if request.chat is not None:
-        set_template(tokenizer, request.chat.chat_template)
+        tok.set_template(tokenizer, request.chat.chat_template or "chatml")
     return tokenizer
 
 

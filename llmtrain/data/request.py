@@ -1,6 +1,6 @@
 """The rows that a recipe asks for: its data sets, its tokenizer, and how records become rows.
 
-Everything that can be wrong with the flags is reported here, before any row is made.
+Flags that do not fit each other or the first records are reported here, before any row is made.
 """
 
 from dataclasses import asdict
@@ -14,7 +14,6 @@ from llmtrain.data.order import counts_per_period
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.readers import Source
 from llmtrain.data.sources import requested_sources
-from llmtrain.data.tokenizer import DEFAULT_TEMPLATE, set_template, template_text
 from llmtrain.errors import UserError
 from llmtrain.files import digest
 from llmtrain.interfaces.packing_support import PackingSupport
@@ -42,7 +41,6 @@ class DataRequest:
     Attributes:
         sources: the data sets to train on, then those to evaluate on.
         train_names: the names of the data sets to train on.
-        eval_names: the names of the data sets that have eval records.
         spec: the value of ``--tokenizer``.
         tokenizer: the tokenizer with its chat template; ``None`` to train one on the data.
         new_tokens: tokens that the chat template has added to it.
@@ -88,7 +86,6 @@ class DataRequest:
             raise UserError("there are no data: name a data set with --dataset.")
         _check_record_flags(config, self.sources, chat, max_length)
         self.train_names = [each.name for each in self.sources if each.only_split != "eval"]
-        self.eval_names = [each.name for each in self.sources if each.only_split != "train"]
 
         self.decided: dict[str, Any] = {"dataset": self.train_names}
         self.chat: RowConfig | None = None
@@ -110,7 +107,10 @@ class DataRequest:
         if not tok.is_trained(self.spec):
             self.tokenizer = tok.load_tokenizer(self.spec, trust_remote_code)
             if self.chat is not None:
-                self.new_tokens = _set_template(self.tokenizer, self.chat, self.sources)
+                is_plain_text = not any(source.needs_template for source in self.sources)
+                self.new_tokens = tok.set_template(
+                    self.tokenizer, self.chat.chat_template, is_plain_text
+                )
                 self.stop_token_ids = tok.stop_token_ids_of(self.spec)
 
     def digest(self) -> str:
@@ -118,20 +118,15 @@ class DataRequest:
         config = self.config
         tokenizer = self.spec if self.tokenizer is None else tok.digest(self.tokenizer)
         sources = [
-            [
-                source.fingerprint(),
-                source.has_artificial_nulls,
-                source.only_split,
-                source.format,
-            ]
-            for source in self.sources
+            [each.fingerprint(), each.has_artificial_nulls, each.only_split, each.format]
+            for each in self.sources
         ]
         rendering = None
         if self.chat is not None:
             rendering = asdict(self.chat)
             del rendering["dataset_num_proc"]  # the rows are the same from any number of processes
             if self.chat.chat_template:  # its file may change, or be moved
-                rendering["chat_template"] = template_text(self.chat.chat_template)
+                rendering["chat_template"] = tok.template_text(self.chat.chat_template)
         content = {
             "format": _FORMAT_VERSION,
             "max_length": self.max_length,
@@ -163,16 +158,6 @@ def _decide_packing(chat: RowConfig, support: PackingSupport) -> dict[str, Any]:
     return decided
 
 
-def _set_template(
-    tokenizer: "tok.FastTokenizer", chat: RowConfig, sources: list[Source]
-) -> list[int]:
-    """Set the chat template that the records need, and return the tokens that it adds."""
-    is_plain_text = not any(source.needs_template for source in sources)
-    if not (is_plain_text or chat.chat_template or tokenizer.chat_template):
-        say("default", f"--chat_template {DEFAULT_TEMPLATE} (the tokenizer has no chat template)")
-    return set_template(tokenizer, chat.chat_template, is_plain_text)
-
-
 def _check_data_flags(config: DataConfig, has_own_records: bool) -> None:
     """Check the flags that say what the records are, before any of them is read."""
     flags_of_training_files = ["dataset", "dataset_train_split"]
@@ -200,10 +185,9 @@ def _check_record_flags(
     kind = "text"
     useless = []
     if formats == {"text"}:
-        useless = [f"--columns {ours}" for ours in columns if ours != "text"]
         if chat is not None:
             chat_flags = [flag for flag in flags_of(ChatConfig) if flag != "format"]
-            useless += [f"--{flag}" for flag in chat_flags if chat.is_set(flag)]
+            useless = [f"--{flag}" for flag in chat_flags if chat.is_set(flag)]
     elif "text" not in formats:
         kind = "preference data" if isinstance(chat, PairConfig) else "conversations"
         if "text" in columns:

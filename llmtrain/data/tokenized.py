@@ -2,14 +2,14 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.audit import SplitStats, total_audit
+from llmtrain.data.audit import Audit, SplitStats, total_audit
 from llmtrain.data.order import BATCHES_PER_MEGABATCH, Mixture
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS, Rows, TokenRows, as_matrices
 from llmtrain.data.readers import kind_of
@@ -71,8 +71,8 @@ class DataMetadata:
     eval_source_rows: list[int]
     source_targets: list[int]
     task: str = "text"
-    audit: dict[str, Any] | None = None
-    eval_audit: dict[str, Any] | None = None
+    audit: Audit | None = None
+    eval_audit: Audit | None = None
     stop_token_ids: list[int] = field(default_factory=list)
     pairs: int = 0
     shared: bool = False
@@ -108,10 +108,12 @@ def metadata_of(
         hashes += " eval "
     hashes += "".join(stats.sha256 for stats in eval)
 
+    audit = _summed_audit(train)
+    eval_audit = _summed_audit(eval)
     task = "text"
-    audits = [stats.audit for stats in train or eval if stats.audit]
-    if audits:
-        task = "conversations" if audits[0].unit == "conversation" else "preferences"
+    trained_audit = audit if train else eval_audit
+    if trained_audit is not None:
+        task = "conversations" if trained_audit.unit == "conversation" else "preferences"
     return DataMetadata(
         dataset=dataset,
         tokenizer=spec,
@@ -130,17 +132,17 @@ def metadata_of(
         eval_source_rows=[stats.rows for stats in eval],
         source_targets=[stats.targets for stats in train],
         task=task,
-        audit=_summed_audit(train),
-        eval_audit=_summed_audit(eval),
+        audit=audit,
+        eval_audit=eval_audit,
         pairs=max(stats.pairs for stats in both),
         **others,
     )
 
 
-def _summed_audit(splits: Sequence[SplitStats]) -> dict[str, Any] | None:
+def _summed_audit(splits: Sequence[SplitStats]) -> Audit | None:
     """Return the sums of the sources' audits, or ``None`` if all sources are text."""
     audits = [stats.audit for stats in splits if stats.audit]
-    return asdict(total_audit(audits)) if audits else None
+    return total_audit(audits) if audits else None
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from llmtrain.console import say
 from llmtrain.errors import UserError, first_line, hub_error
 from llmtrain.files import json_text
 from llmtrain.model_folders import check_names_of_files, folder_with, stop_token_ids
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 FastTokenizer: TypeAlias = "PreTrainedTokenizerFast"
 END_OF_TEXT = "<|endoftext|>"
-DEFAULT_TEMPLATE = "chatml"  # of conversations, if the tokenizer has no template
+_DEFAULT_TEMPLATE = "chatml"  # of conversations, if the tokenizer has no template
 NO_TEMPLATE = "none"  # the value of --chat_template that trains plain text without a template
 _CHATML = Path(__file__).with_name("chatml.jinja")
 # Two turns, because many templates render the last turn differently.
@@ -265,7 +266,8 @@ def set_template(
     if chat_template is None and tokenizer.chat_template is None:
         if is_plain_text:
             return []
-        chat_template = DEFAULT_TEMPLATE
+        chat_template = _DEFAULT_TEMPLATE
+        say("default", f"--chat_template {chat_template} (the tokenizer has no chat template)")
 
     vocabulary_before = tokenizer.get_vocab()
     name = "the tokenizer's own chat template"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from llmtrain.console import is_or_are, pluralize, say
-from llmtrain.data.audit import COVERED_SHARE, Audit
+from llmtrain.data.audit import COVERED_SHARE
 from llmtrain.data.config import DataConfig, RowConfig
 from llmtrain.data.prepare import cached_rows
 from llmtrain.data.request import DataRequest
@@ -135,8 +135,8 @@ def _describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
         say("task", f"{_TASKS[metadata.task]}: the records are {', '.join(formats)}")
     if request.max_length == "auto":
         say("lengths", f"--max_length auto is {metadata.block_size:,}")
-    if metadata.audit:
-        audit = Audit(**metadata.audit)
+    audit = metadata.audit
+    if audit is not None:
         for line in audit.lines():
             say("audit", line)
         if audit.overlong > (1 - COVERED_SHARE) * audit.examples:
@@ -146,10 +146,9 @@ def _describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
                 f"{overlong} longer than --max_length {metadata.block_size:,}; "
                 f"--max_length auto holds {COVERED_SHARE:.1%}",
             )
-    if metadata.eval_audit:
-        eval_audit = Audit(**metadata.eval_audit)
-        if eval_audit.bad or eval_audit.overlong or eval_audit.untrained:
-            say("eval", eval_audit.left_out())
+    eval_audit = metadata.eval_audit
+    if eval_audit and (eval_audit.bad or eval_audit.overlong or eval_audit.untrained):
+        say("eval", eval_audit.left_out())
     _describe_shares(rows, request.train_names)
 
 

@@ -58,7 +58,7 @@ def tokenize_rows(
 def audit_of(tokenized: Tokenized) -> Audit:
     """Return the counts of the training data."""
     assert tokenized.metadata.audit is not None
-    return Audit(**tokenized.metadata.audit)
+    return tokenized.metadata.audit
 
 
 def _documents_of(row: dict[str, list[int]]) -> list[tuple[list[int], list[int]]]:

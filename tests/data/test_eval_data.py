@@ -84,8 +84,8 @@ def test_training_data_are_trained_on_and_eval_data_evaluated_on(tmp_path, capsy
     assert names_in(rows[rows_of_a:], tokenized) == NAMES[31:]
 
     if bad_records:
-        assert metadata.audit["bad"] == 0
-        assert metadata.eval_audit["bad"] == 1
+        assert metadata.audit.bad == 0
+        assert metadata.eval_audit.bad == 1
         assert "and 1 bad one left out" in capsys.readouterr().out
 
 
@@ -177,8 +177,8 @@ def test_each_data_set_has_its_own_count_and_bad_records_count(tmp_path):
 
     assert names_in(tokenized.train, tokenized) == NAMES[:3] + NAMES[10:14]
     assert names_in(tokenized.eval, tokenized) == NAMES[20:]
-    assert tokenized.metadata.audit["records"] == 8
-    assert tokenized.metadata.audit["bad"] == 1
+    assert tokenized.metadata.audit.records == 8
+    assert tokenized.metadata.audit.bad == 1
 
 
 # --- errors

@@ -56,7 +56,7 @@ def test_auto_holds_the_conversations_up_to_the_positions_of_the_model(
 ):
     tokenized = tokenize_lengths(tmp_path, [40, 60, longest], "auto", max_positions=max_positions)
     assert tokenized.metadata.block_size == tokenized.positions == expected
-    assert tokenized.metadata.audit["dropped"] == (longest > expected + 1)
+    assert tokenized.metadata.audit.dropped == (longest > expected + 1)
 
 
 def test_auto_holds_the_longer_answer_of_a_pair(tmp_path):
