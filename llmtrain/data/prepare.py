@@ -24,7 +24,6 @@ from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.corpus import EncodedCorpus
 from llmtrain.data.examples import EncodedChats, EncodedSource
 from llmtrain.data.formats import conversation_of, preference_of
-from llmtrain.data.order import Mixture
 from llmtrain.data.packing import TokenRows
 from llmtrain.data.pairs import EncodedPairs
 from llmtrain.data.readers import Source, Split
@@ -49,24 +48,27 @@ from llmtrain.once_per_machine import once_per_machine
 def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
     """Return the rows that a recipe asks for, and whether they were in the cache.
 
+    The rows do not know the names and the mixture of the run: the cache entry may have been made
+    from other files with the same content.
+
     Raises:
         UserError: if the records are wrong, or if the cache cannot be written.
     """
     folder = cache_folder() / request.digest()
     with contextlib.suppress(OSError):
-        return _open(folder, request), True
+        return open_entry(folder), True
 
     # The processes of a launch take turns, also if the disk of the cache has no locks.
     once_per_machine(f"rows {folder}", lambda: _make_locked(folder, request))
     with as_user_error(f"{folder} cannot be read back", describe=first_line):
-        return _open(folder, request), False
+        return open_entry(folder), False
 
 
 # --- cache entries
 
 
 def open_entry(folder: Path) -> Tokenized:
-    """Return the rows of a cache entry, which does not know the names and the mixture of a run.
+    """Return the rows of a cache entry.
 
     Raises:
         OSError: if it does not exist, or if a file is absent or damaged.
@@ -102,24 +104,6 @@ def open_entry(folder: Path) -> Tokenized:
     return Tokenized(train, eval, tokenizer, metadata)
 
 
-def _open(folder: Path, request: DataRequest) -> Tokenized:
-    """Return the rows of a cache entry for a request; see :func:`open_entry`."""
-    rows = open_entry(folder)
-    metadata = rows.metadata
-    mixture = request.config.mixture
-    return dataclasses.replace(
-        rows,
-        # The cache entry may have been made from other files with the same content.
-        metadata=dataclasses.replace(
-            metadata, dataset=" ".join(request.train_names), tokenizer=request.spec
-        ),
-        mixture=Mixture(metadata.source_rows, mixture) if mixture else None,
-        new_tokens=request.new_tokens,
-        eval_names=[each.name for each in request.sources if each.only_split != "train"],
-        decided=request.decided,
-    )
-
-
 def _make_locked(folder: Path, request: DataRequest) -> str:
     """Make a cache entry, unless another process has done so meanwhile.
 
@@ -133,7 +117,7 @@ def _make_locked(folder: Path, request: DataRequest) -> str:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(Path(f"{folder}.lock")) as has_lock:
             try:
-                _open(folder, request)
+                open_entry(folder)
                 return folder.name
             except OSError as error:
                 if folder.exists():

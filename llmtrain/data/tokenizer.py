@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 FastTokenizer: TypeAlias = "PreTrainedTokenizerFast"
 END_OF_TEXT = "<|endoftext|>"
-_DEFAULT_TEMPLATE = "chatml"  # of conversations, if the tokenizer has no template
 NO_TEMPLATE = "none"  # the value of --chat_template that trains plain text without a template
 _CHATML = Path(__file__).with_name("chatml.jinja")
 # Two turns, because many templates render the last turn differently.
@@ -266,8 +265,8 @@ def set_template(
     if chat_template is None and tokenizer.chat_template is None:
         if is_plain_text:
             return []
-        chat_template = _DEFAULT_TEMPLATE
-        say("default", f"--chat_template {chat_template} (the tokenizer has no chat template)")
+        chat_template = "chatml"
+        say("default", "--chat_template chatml (the tokenizer has no chat template)")
 
     vocabulary_before = tokenizer.get_vocab()
     name = "the tokenizer's own chat template"

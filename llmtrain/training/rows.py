@@ -9,6 +9,7 @@ import numpy as np
 from llmtrain.console import is_or_are, pluralize, say
 from llmtrain.data.audit import COVERED_SHARE
 from llmtrain.data.config import DataConfig, RowConfig
+from llmtrain.data.order import Mixture
 from llmtrain.data.prepare import cached_rows
 from llmtrain.data.request import DataRequest
 from llmtrain.data.sources import PythonRecords, records_source
@@ -103,11 +104,22 @@ def tokenize(
         unpaired=unpaired or (preference is not None and preference.is_unpaired),
         max_positions=max_positions,
     )
-    rows, is_cached = cached_rows(request)
-    _describe(request, rows, is_cached)
+    entry, is_cached = cached_rows(request)
+    metadata = replace(
+        entry.metadata, dataset=" ".join(request.train_names), tokenizer=request.spec
+    )
     if model is not None:
-        decided["max_length"] = rows.metadata.block_size
-    return replace(rows, decided={**decided, **rows.decided})
+        decided["max_length"] = metadata.block_size
+    rows = replace(
+        entry,
+        metadata=metadata,
+        mixture=Mixture(metadata.source_rows, data.mixture) if data.mixture else None,
+        new_tokens=request.new_tokens,
+        eval_names=[each.name for each in request.sources if each.only_split != "train"],
+        decided={**decided, **request.decided},
+    )
+    _describe(request, rows, is_cached)
+    return rows
 
 
 # --- the lines about the data in the start-up log
