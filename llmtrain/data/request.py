@@ -3,8 +3,9 @@
 Flags that do not fit each other or the first records are reported here, before any row is made.
 """
 
+import copy
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Literal
 
 from llmtrain.config.flags import flags_of
 from llmtrain.console import say
@@ -46,11 +47,11 @@ class DataRequest:
         new_tokens: tokens that the chat template has added to it.
         stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
             them.
-        chat: how conversations or pairs become rows; ``None`` if all data sets are text.
+        chat: how conversations or pairs become rows, with what the model decides about that;
+            ``None`` if all data sets are text.
         takes_conversations: whether the recipe trains on conversations or pairs, too, and not only
             on text.
         text_columns: the columns of rows of text.
-        decided: what the flags left open, by their names.
 
     Raises:
         UserError: if the data, the tokenizer or the flags are wrong.
@@ -87,15 +88,12 @@ class DataRequest:
         _check_record_flags(config, self.sources, chat, max_length)
         self.train_names = [each.name for each in self.sources if each.only_split != "eval"]
 
-        self.decided: dict[str, Any] = {"dataset": self.train_names}
         self.chat: RowConfig | None = None
         self.text_columns = ["input_ids"]
         if config.isolate_documents:
             self.text_columns.append("position_ids")
         if chat is not None and any(source.format != "text" for source in self.sources):
-            if support is not None:
-                self.decided |= _decide_packing(chat, support)
-            self.chat = chat.with_values(self.decided)
+            self.chat = chat if support is None else _with_packing(chat, support)
             # Beside conversations, text has the columns of conversations, because all rows of a run
             # have the same ones.
             last_column = TOKEN_COLUMNS[-1] if self.chat.is_packed else LENGTHS
@@ -144,18 +142,17 @@ class DataRequest:
         return digest(content)[:32]
 
 
-def _decide_packing(chat: RowConfig, support: PackingSupport) -> dict[str, Any]:
+def _with_packing(chat: RowConfig, support: PackingSupport) -> RowConfig:
     """Decide on ``--packing`` and ``--share_prompts``, unless the user did."""
-    decided: dict[str, Any] = {}
+    chat = copy.copy(chat)
     if chat.packing is None:
-        decided["packing"] = support.packs
+        chat.packing = support.packs
         if not support.packs:
             examples = "pairs" if isinstance(chat, PairConfig) else "conversations"
             say("packing", f"{examples} are not packed: {support.packing_problem}")
-    is_packed = decided.get("packing", chat.packing)
-    if isinstance(chat, PairConfig) and chat.share_prompts is None and is_packed:
-        decided["share_prompts"] = support.shares_prompts
-    return decided
+    if isinstance(chat, PairConfig) and chat.share_prompts is None and chat.is_packed:
+        chat.share_prompts = support.shares_prompts
+    return chat
 
 
 def _check_data_flags(config: DataConfig, has_own_records: bool) -> None:

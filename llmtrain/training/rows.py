@@ -8,7 +8,7 @@ import numpy as np
 
 from llmtrain.console import is_or_are, pluralize, say
 from llmtrain.data.audit import COVERED_SHARE
-from llmtrain.data.config import DataConfig, RowConfig
+from llmtrain.data.config import DataConfig, PairConfig, RowConfig
 from llmtrain.data.order import Mixture
 from llmtrain.data.prepare import cached_rows
 from llmtrain.data.request import DataRequest
@@ -108,15 +108,20 @@ def tokenize(
     metadata = replace(
         entry.metadata, dataset=" ".join(request.train_names), tokenizer=request.spec
     )
+    decided["dataset"] = request.train_names
     if model is not None:
         decided["max_length"] = metadata.block_size
+    if request.chat is not None:
+        decided["packing"] = request.chat.packing
+    if isinstance(request.chat, PairConfig):
+        decided["share_prompts"] = request.chat.share_prompts
     rows = replace(
         entry,
         metadata=metadata,
         mixture=Mixture(metadata.source_rows, data.mixture) if data.mixture else None,
         new_tokens=request.new_tokens,
         eval_names=[each.name for each in request.sources if each.only_split != "train"],
-        decided={**decided, **request.decided},
+        decided=decided,
     )
     _describe(request, rows, is_cached)
     return rows
