@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.audit import Audit, SplitStats, total_audit
 from llmtrain.data.order import BATCHES_PER_MEGABATCH, Mixture
@@ -212,18 +210,6 @@ class Tokenized:
     def positions(self) -> int:
         """The number of positions of a row that predict something."""
         return len(self.train[0]["input_ids"]) - 1
-
-    def eval_prompt(self) -> list[int] | None:
-        """Return the tokens before the first answer of an eval conversation, if there is one."""
-        if self.eval is None or self.metadata.task == "text":
-            return None
-        ends = np.cumsum(self.metadata.eval_source_rows).tolist()
-        for end in reversed([end for end in ends if end > 0]):
-            row = self.eval[end - 1]
-            first_target = next(i for i, label in enumerate(row["labels"]) if label != IGNORED)
-            if first_target > 0:  # the first token of a row of text is a target
-                return row["input_ids"][:first_target]
-        return None
 
     @classmethod
     def of(

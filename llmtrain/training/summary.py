@@ -5,10 +5,13 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from llmtrain.console import note, printable, say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.data.tokenizer import is_trained
 from llmtrain.errors import first_line
+from llmtrain.interfaces.batches import IGNORED
 from llmtrain.model_folders import is_adapter
 from llmtrain.models.export import folder_config, gives_scores, how_to_load, module_class_of
 from llmtrain.models.generation import Sampling
@@ -25,6 +28,19 @@ _RULE = "-" * 40
 
 # The most tokens of a text by the model, during a run and after it.
 SAMPLE_TOKENS = 64
+
+
+def eval_prompt(rows: Tokenized) -> list[int] | None:
+    """Return the tokens before the first answer of an eval conversation, if there is one."""
+    if rows.eval is None or rows.metadata.task == "text":
+        return None
+    ends = np.cumsum(rows.metadata.eval_source_rows).tolist()
+    for end in reversed([end for end in ends if end > 0]):
+        row = rows.eval[end - 1]
+        first_target = next(i for i, label in enumerate(row["labels"]) if label != IGNORED)
+        if first_target > 0:  # the first token of a row of text is a target
+            return row["input_ids"][:first_target]
+    return None
 
 
 def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str | None:
@@ -47,7 +63,7 @@ def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str | N
         return None
 
     def generate() -> str:
-        question = rows.eval_prompt()
+        question = eval_prompt(rows)
         # The likelier tokens answer a question best.
         temperature = 0.3 if question else 0.8
         with eager_code(engine.model):
@@ -97,7 +113,7 @@ def _show(folder: Path, rows: Tokenized, text: str | None) -> None:
         _print_how_to_load(model_folder)
         return
 
-    question = rows.eval_prompt()
+    question = eval_prompt(rows)
     if text is not None:
         if question is None:
             print(redacted(f"\n--- a sample of {model_folder} {_RULE}"))

@@ -10,6 +10,7 @@ from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.loader import IGNORED, eval_loader, train_loader
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.training.rows import tokenize
+from llmtrain.training.summary import eval_prompt
 from tests.data.chat_records import CHATML_END, answers_of, chat_records, texts_of
 from tests.data.preparation import complaint, data_config, left_behind, stream_of, write_records
 
@@ -124,7 +125,7 @@ def test_counts_and_losses_of_both_kinds(chat_file, text_file, capsys, is_text_f
     rows = [row for batch in loader for row in batch.rows.tolist()]
     assert sum(row >= 0 for row in rows) == mixed.metadata.eval_rows
 
-    prompt = mixed.tokenizer.decode(mixed.eval_prompt())
+    prompt = mixed.tokenizer.decode(eval_prompt(mixed))
     assert prompt.startswith("<|im_start|>user")
     assert prompt.endswith("<|im_start|>assistant\n")
 

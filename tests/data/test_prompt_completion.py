@@ -13,6 +13,7 @@ from llmtrain.data.formats import conversation_of, preference_of
 from llmtrain.data.render import PromptCompletionRenderer, TokenSequence
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
+from llmtrain.training.summary import eval_prompt
 from tests.data.chat_records import tokenize_rows
 from tests.data.chats import ASSISTANT, TEMPLATES, TOOL, USER, chat, make, unmarked
 from tests.data.preparation import left_behind, log_lines, write_records
@@ -183,7 +184,7 @@ def test_rows_of_plain_text_are_prompts_completions_and_eos(
     assert tokenized.stop_token_ids == (eos,)
     assert tokenized.tokenizer.chat_template is None
     assert tokenized.new_tokens == []
-    prompt = tokenized.tokenizer.decode(tokenized.eval_prompt())
+    prompt = tokenized.tokenizer.decode(eval_prompt(tokenized))
     assert prompt.rpartition("<s>")[2] in [record["prompt"] for record in records]
 
 

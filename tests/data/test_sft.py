@@ -16,6 +16,7 @@ from llmtrain.data.loader import IGNORED
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.training.rows import tokenize
+from llmtrain.training.summary import eval_prompt
 from tests.data.chat_records import (
     CHATML_END,
     answers_of,
@@ -514,7 +515,7 @@ def test_a_single_conversation_is_training_data(tmp_path):
 def test_the_prompt_for_a_sample_is_one_of_the_eval_data(tmp_path):
     tokenized = tokenize_chats(tmp_path, chat_records(20), eval_fraction=0.2)
 
-    prompt = tokenized.tokenizer.decode(tokenized.eval_prompt())
+    prompt = tokenized.tokenizer.decode(eval_prompt(tokenized))
 
     eval_prompts = []
     for text in texts_of(tokenized.eval, tokenized):

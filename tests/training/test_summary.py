@@ -79,7 +79,7 @@ def test_what_a_question_or_a_sample_says_to_the_terminal_is_shown(
     run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     question = byte_tokenizer()("\x1b]0;title\x07")["input_ids"]
-    monkeypatch.setattr(Tokenized, "eval_prompt", lambda _: question)
+    monkeypatch.setattr("llmtrain.training.summary.eval_prompt", lambda _: question)
 
     show_result(run.folder, run.rows, "\x9b31m\r")
 
