@@ -105,9 +105,9 @@ class EncodedCorpus(EncodedSource):
         self._backend.no_padding()
         self._backend.encode_special_tokens = True  # "<|endoftext|>" in a text is text
 
-        # The document and the UTF-8 bytes of each stored sequence. If documents are cut, the last
-        # sequences are their eval data, and those before them are their training data.
+        # Of each stored sequence: the document, the split if the document is cut, the UTF-8 bytes.
         self._documents = array.array("q")
+        self._parts: list[str] = []
         self._bytes = array.array("q")
         # The segments that wait to be encoded, and whether each ends its text.
         self._waiting: list[tuple[str, bool]] = []
@@ -116,24 +116,19 @@ class EncodedCorpus(EncodedSource):
 
     def encode(self) -> None:
         """Read and encode all documents once; see :class:`EncodedSource`."""
-        # The longest document and its copies come last, because they may be cut.
-        longest = ""
-        copies: list[int] = []  # the numbers of these documents
-        for number, _, text in self.read():
-            if len(text) > len(longest):
-                self._add(copies, longest)
-                longest = text
-                copies = []
-            if text == longest:
-                copies.append(number)
-            else:
-                self._add([number], text)
-
-        if self.documents.is_cut:
-            self._add(copies, self.documents.cut(longest, "train"))
-            self._add(copies, self.documents.cut(longest, "eval"))
-        else:
-            self._add(copies, longest)
+        if self.documents.max_train_samples is not None:
+            self.documents.divide()
+        for document, part, text in self.documents.parts():
+            self._documents.append(document)
+            self._parts.append(part or "")
+            self._bytes.append(len(text.encode()))
+            # A text is not split if that might change its tokens.
+            segments = _segments_of(text) if self.is_trained else [(text, True)]
+            for segment, is_last in segments:
+                self._waiting.append((segment, is_last))
+                self._waiting_characters += len(segment)
+                if self._waiting_characters >= _ENCODE_CHARACTERS:
+                    self._encode_waiting()
         self._encode_waiting()
         trained = np.array(self._bytes, np.int64)[self._sequences_in("train")]
         if self.documents.only_split != "eval" and not trained.any():
@@ -145,32 +140,16 @@ class EncodedCorpus(EncodedSource):
     def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
         """Write the rows of a split, which hold ``max_length + 1`` tokens."""
         sequences = self._sequences_in(split)
-        is_counted = self.documents.is_in[split]
+        is_in = self.documents.divide()
+        is_counted = is_in[split]
         if split == "train":  # a document that is cut counts as eval data
-            is_counted = is_counted & ~self.documents.is_in["eval"]
+            is_counted = is_counted & ~is_in["eval"]
         end = self._end if len(sequences) else np.empty(0, np.int32)
         written = write_stream(path, self.store, sequences, end, max_length, self.columns)
         return written._replace(
             records=int(is_counted.sum()),
             bytes=int(np.array(self._bytes, np.int64)[sequences].sum()),
         )
-
-    # --- from documents to the store
-
-    def _add(self, documents: Sequence[int], text: str) -> None:
-        """Store a text once for each document that holds it. Short ones are encoded together.
-
-        A text is not split if that might change its tokens.
-        """
-        for document in documents:
-            self._documents.append(document)
-            self._bytes.append(len(text.encode()))
-            segments = _segments_of(text) if self.is_trained else [(text, True)]
-            for segment, is_last in segments:
-                self._waiting.append((segment, is_last))
-                self._waiting_characters += len(segment)
-                if self._waiting_characters >= _ENCODE_CHARACTERS:
-                    self._encode_waiting()
 
     def _encode_waiting(self) -> None:
         """Encode the waiting segments on all CPU cores, and store their tokens."""
@@ -191,17 +170,11 @@ class EncodedCorpus(EncodedSource):
         self._waiting = []
         self._waiting_characters = 0
 
-    # --- from the store to rows
-
     def _sequences_in(self, split: Split) -> np.ndarray:
         """Return the numbers of the sequences of a split, in the order of the documents."""
         documents = np.array(self._documents, np.int64)
-        is_in = self.documents.is_in[split][documents]
-        if self.documents.is_cut:
-            cut_documents = int(self.documents.is_in["eval"].sum())
-            is_eval_part = np.arange(len(documents)) >= len(documents) - cut_documents
-            is_in &= is_eval_part == (split == "eval")
-        sequences = np.flatnonzero(is_in)
+        is_in = self.documents.divide()[split][documents]
+        sequences = np.flatnonzero(is_in & np.isin(self._parts, ("", split)))
         return sequences[np.argsort(documents[sequences], kind="stable")]
 
 

@@ -7,15 +7,12 @@ is written as rows. There are three kinds: conversations here, pairs of answers 
 
 import array
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic
 
 import numpy as np
-from tqdm import tqdm
 
-from llmtrain.console import can_show_bars, check_interrupt
 from llmtrain.data.audit import Audit, SplitStats, Unit
 from llmtrain.data.config import RowConfig
 from llmtrain.data.messages import BadRecord
@@ -45,21 +42,6 @@ class EncodedSource(ABC):
     def __init__(self, records: Records[Any], folder: Path) -> None:
         self.records = records
         self.store = TokenStore(folder / "tokens")
-
-    def read(self) -> Iterator[ReadRecord[Any]]:
-        """Yield the records. Their splits are known at the end, or before if they are limited."""
-        if self.records.max_train_samples is not None:
-            self.records.divide()
-        bar = tqdm(
-            self.records.read(),
-            desc="tokenising",
-            unit=" records",
-            leave=False,
-            disable=not can_show_bars(),
-        )
-        for read in bar:
-            check_interrupt()
-            yield read
 
     @abstractmethod
     def encode(self) -> None:
@@ -126,7 +108,9 @@ class EncodedChats(EncodedSource, Generic[Chat]):
 
     def encode(self) -> None:
         """Read and render all records; see :class:`EncodedSource`."""
-        items = ((read, read.record) for read in self.read())
+        if self.records.max_train_samples is not None:
+            self.records.divide()
+        items = ((read, read.record) for read in self.records.read())
         for read, _, rendered in render_all(self.renderer, items, self.config.rendering_processes):
             if isinstance(rendered, BadRecord):
                 self.records.refuse(read.number, read.place, rendered)
@@ -242,7 +226,7 @@ class EncodedChats(EncodedSource, Generic[Chat]):
     def _sequences_in(self, split: Split) -> np.ndarray:
         """Return the sequences of the examples of a split, int64 [examples, parts]."""
         sequences = np.arange(len(self.store)).reshape(-1, self.parts)
-        is_in = self.records.is_in[split][np.array(self._records, np.int64)]
+        is_in = self.records.divide()[split][np.array(self._records, np.int64)]
         selected: np.ndarray = sequences[is_in]
         return selected
 
@@ -259,7 +243,7 @@ class EncodedChats(EncodedSource, Generic[Chat]):
 
     def _audit_of_records(self, split: Split) -> Audit:
         """Return the counts of the records of a split, and of those that make no example."""
-        is_in = self.records.is_in[split]
+        is_in = self.records.divide()[split]
         records = np.array(self._records, np.int64)
         bad = int(is_in[list(self.records.bad)].sum())
         without_example = int(is_in.sum()) - bad - len(np.unique(records[is_in[records]]))

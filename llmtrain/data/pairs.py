@@ -77,7 +77,7 @@ class EncodedPairs(EncodedChats[PreferenceRecord]):
             self._add_pair(read.number, chosen, rejected, read.record.desirable)
             return
 
-        is_eval = bool(self.records.is_in["eval"][read.number])
+        is_eval = bool(self.records.divide()["eval"][read.number])
         if is_eval in self._first:
             self._add_singles(read, rendered.sequences, self._previous[is_eval])
         else:

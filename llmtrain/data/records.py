@@ -7,10 +7,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
+from tqdm import tqdm
 
+from llmtrain.console import can_show_bars, check_interrupt
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.readers import Fields, Source, Split, shown
@@ -19,6 +21,8 @@ from llmtrain.files import json_text
 
 R = TypeVar("R", str, Conversation, PreferenceRecord)
 Chat = TypeVar("Chat", Conversation, PreferenceRecord)
+# Whether each record has something in a split, bool [records].
+Splits: TypeAlias = dict[Split, np.ndarray]
 
 # More eval data than this share, or than twice --eval_fraction, are far too many.
 _LARGEST_EVAL_SHARE = 0.5
@@ -44,7 +48,8 @@ class Records(ABC, Generic[R]):
 
     A record is eval data if the hash of its content is below ``--eval_fraction``. So a record keeps
     its split if others are added. But if that chooses no eval data or far too many, as with a
-    handful of records, the splits depend on all records. So they are known after the first pass.
+    handful of records, the splits depend on all records. So they are known after the first pass;
+    see :meth:`divide`.
 
     Attributes:
         source: the records, as fields.
@@ -52,15 +57,13 @@ class Records(ABC, Generic[R]):
             record, or raises :class:`BadRecord`.
         eval_fraction: the share of the eval data.
         only_split: the split of all records; ``None`` divides them by their hashes.
-        max_train_samples: how many training records are used, the first ones; ``None`` for all.
+        max_train_samples: how many training records are used, the first ones that can be read;
+            ``None`` for all.
         skips_bad: leave bad records out instead of stopping.
         field: the only field that is needed; ``None`` for all.
         bad: the numbers of the bad records that were skipped.
         first_fault: the place of the first of them, and what is wrong with it.
-        is_in: whether each record has something in a split, bool [records]; empty before the first
-            pass. Bad records are training data. Records after the first ``max_train_samples`` are
-            in no split.
-        is_cut: whether the eval data are the ends of documents, whose beginnings are training data.
+        is_cut: whether some records have a part in each split.
         unit: a word for the records.
         bad_row_hint: what to do about a bad record.
     """
@@ -74,32 +77,48 @@ class Records(ABC, Generic[R]):
     field: str | None = None
     bad: set[int] = dataclasses.field(default_factory=set)
     first_fault: str = ""
-    is_in: dict[Split, np.ndarray] = dataclasses.field(default_factory=dict)
     is_cut: bool = False
+    _splits: Splits | None = None
     unit: ClassVar[str]
     bad_row_hint: ClassVar[str] = ""
+
+    def divide(self) -> Splits:
+        """Return the splits of the records. They are all read for it, unless they have been.
+
+        Bad records are training data. Records after the first ``max_train_samples`` are in no
+        split.
+        """
+        if self._splits is None:
+            for _ in self.read():
+                pass
+        assert self._splits is not None, "all records have been read"
+        return self._splits
 
     def read(self) -> Iterator[ReadRecord[R]]:
         """Yield the records in the order of the source, without bad ones.
 
-        Records of no split are left out if the splits are known. If not, they are at the end.
+        Records of no split are left out, too, unless this is the first pass.
 
         Raises:
             UserError: if a record is bad and must not be skipped, if there is none, or if the
                 number of records is another one than in the pass before.
         """
-        is_used = None
-        if self.is_in:
-            is_used = self.is_in["train"] | self.is_in["eval"]
+        splits = self._splits
+        is_used = None if splits is None else splits["train"] | splits["eval"]
         measures = array.array("d")  # the hash and the size of each record
         count = 0
-        for number, (place, fields) in enumerate(self.source.records(self.field)):
+        records = tqdm(
+            self.source.records(self.field),
+            desc="reading",
+            unit=" records",
+            leave=False,
+            disable=not can_show_bars(),
+        )
+        for number, (place, fields) in enumerate(records):
+            check_interrupt()
             count += 1
-            if is_used is not None:
-                if number == len(is_used):
-                    raise self.source.changed()
-                if not is_used[number]:
-                    continue
+            if is_used is not None and (number >= len(is_used) or not is_used[number]):
+                continue
             try:
                 record = self.read_fields(fields)
             except BadRecord as error:
@@ -111,24 +130,16 @@ class Records(ABC, Generic[R]):
             yield ReadRecord(number, place, record)
 
         if is_used is None:
-            self._divide(*np.array(measures).reshape(-1, 2).T)
-        elif count < len(is_used):
+            self._splits = self._splits_of(*np.array(measures).reshape(-1, 2).T)
+        elif count != len(is_used):
             raise self.source.changed()
-
-    def divide(self) -> None:
-        """Read all records, so that their splits are known, unless they are."""
-        if not self.is_in:
-            for _ in self.read():
-                pass
 
     def texts(self, split: Split | None = None) -> Iterator[str]:
         """Yield all texts in one split, or in both."""
-        if split is not None:
-            self.divide()
-        for number, _, record in self.read():
-            if split is None or self.is_in[split][number]:
-                is_cut = self.is_cut and self.is_in["eval"][number]
-                yield from self.texts_of(record, split if is_cut else None)
+        is_in = None if split is None else self.divide()[split]
+        for number, part, text in self.parts():
+            if is_in is None or (is_in[number] and part in (split, None)):
+                yield text
 
     def refuse(self, number: int, place: str, error: BadRecord) -> None:
         """Raise :class:`UserError` for a bad record, unless ``--on_bad_row`` says to skip it."""
@@ -142,8 +153,12 @@ class Records(ABC, Generic[R]):
         """Return the hash of a record, in [0, 1), and its size as a part of the eval data."""
 
     @abstractmethod
-    def texts_of(self, record: R, split: Split | None = None) -> Iterator[str]:
-        """Yield the texts of a record; only those of a split, if the record is cut."""
+    def parts(self) -> Iterator[tuple[int, Split | None, str]]:
+        """Read the records, and yield their texts.
+
+        Yields:
+            The number of the record, the split of the text if the record is cut, and the text.
+        """
 
     @abstractmethod
     def choose_eval(self, hashes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -157,7 +172,7 @@ class Records(ABC, Generic[R]):
             bool [records].
         """
 
-    def _divide(self, hashes: np.ndarray, sizes: np.ndarray) -> None:
+    def _splits_of(self, hashes: np.ndarray, sizes: np.ndarray) -> Splits:
         """Choose the split of each record; see :meth:`choose_eval` for the arguments."""
         total = sizes.sum()
         if not total and not self.bad:
@@ -171,8 +186,9 @@ class Records(ABC, Generic[R]):
 
         is_train = ~is_eval | self.is_cut
         if self.max_train_samples is not None:
-            is_train &= np.cumsum(is_train) <= self.max_train_samples
-        self.is_in = {"train": is_train, "eval": is_eval}
+            is_good = ~np.isnan(hashes)
+            is_train &= np.cumsum(is_train & is_good) <= self.max_train_samples
+        return {"train": is_train, "eval": is_eval}
 
 
 class ChatRecords(Records[Chat]):
@@ -189,13 +205,14 @@ class ChatRecords(Records[Chat]):
         hashed = record.prompt or record.messages  # the latter if it begins with an answer
         return _hash(json_text(hashed, sort_keys=True, default=str).encode()), 1
 
-    def texts_of(self, record: Chat, split: Split | None = None) -> Iterator[str]:
+    def parts(self) -> Iterator[tuple[int, None, str]]:
         """Yield the texts of the messages. No record is cut."""
-        for message in record.messages:
-            # Tokenizers cannot take half of a surrogate pair. Rendering reports its line.
-            text = message["content"].encode(errors="ignore").decode()
-            if text:
-                yield text
+        for read in self.read():
+            for message in read.record.messages:
+                # Tokenizers cannot take half of a surrogate pair. Rendering reports its line.
+                text = message["content"].encode(errors="ignore").decode()
+                if text:
+                    yield read.number, None, text
 
     def choose_eval(self, hashes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Choose the records with the smallest hashes, about ``--eval_fraction`` of them."""
@@ -209,7 +226,11 @@ class ChatRecords(Records[Chat]):
 
 
 class Documents(Records[str]):
-    """The texts of a source. No document is skipped."""
+    """The texts of a source. No document is skipped.
+
+    If no hash chooses well, the longest document and its copies are cut: the eval data are their
+    ends, and their beginnings are training data.
+    """
 
     unit = "text"
 
@@ -217,20 +238,38 @@ class Documents(Records[str]):
         """Return the hash of a document, and the number of its characters."""
         return _hash(record.encode()), len(record)
 
-    def texts_of(self, record: str, split: Split | None = None) -> Iterator[str]:
-        """Yield a document, or its part in a split."""
-        yield record if split is None else self.cut(record, split)
+    def parts(self) -> Iterator[tuple[int, Split | None, str]]:
+        """Yield the documents. The longest one and its copies come last, because they may be cut.
+
+        Yields:
+            The number of the document, and its text; twice if it is cut, with each split.
+        """
+        longest = ""
+        copies: list[int] = []  # the numbers of these documents
+        for number, _, text in self.read():
+            if len(text) > len(longest):
+                for copy in copies:
+                    yield copy, None, longest
+                longest = text
+                copies = []
+            if text == longest:
+                copies.append(number)
+            else:
+                yield number, None, text
+
+        train_length = int(len(longest) * (1 - self.eval_fraction))
+        for copy in copies:
+            if self.is_cut:
+                yield copy, "train", longest[:train_length]
+                yield copy, "eval", longest[train_length:]
+            else:
+                yield copy, None, longest
 
     def choose_eval(self, hashes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Choose the end of the longest document, and of its copies."""
         self.is_cut = True
         is_eval: np.ndarray = hashes == hashes[np.argmax(sizes)]
         return is_eval
-
-    def cut(self, text: str, split: Split) -> str:
-        """Return the part of a document in a split, if the document is cut."""
-        start = int(len(text) * (1 - self.eval_fraction))
-        return text[:start] if split == "train" else text[start:]
 
 
 def text_of(fields: Fields, field: str) -> str:

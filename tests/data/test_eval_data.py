@@ -166,7 +166,7 @@ def test_the_first_training_records_are_used_and_the_eval_data_stay(
         assert limited.metadata.tokenizer_sha256 != complete.metadata.tokenizer_sha256
 
 
-def test_each_data_set_has_its_own_count_and_bad_records_count(tmp_path):
+def test_each_data_set_has_its_own_count_without_bad_records(tmp_path):
     bad = {"prompt": "1?", "completion": None}
     first = write(tmp_path / "a.jsonl", [bad, *map(completion_record, NAMES[:10])])
     second = write(tmp_path / "b.jsonl", list(map(completion_record, NAMES[10:20])))
@@ -175,9 +175,9 @@ def test_each_data_set_has_its_own_count_and_bad_records_count(tmp_path):
 
     tokenized = tokenize(data, BLOCK, ChatConfig(on_bad_row="skip"))
 
-    assert names_in(tokenized.train, tokenized) == NAMES[:3] + NAMES[10:14]
+    assert names_in(tokenized.train, tokenized) == NAMES[:4] + NAMES[10:14]
     assert names_in(tokenized.eval, tokenized) == NAMES[20:]
-    assert tokenized.metadata.audit.records == 8
+    assert tokenized.metadata.audit.records == 9
     assert tokenized.metadata.audit.bad == 1
 
 
