@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmtrain.data.audit import SplitStats
+from llmtrain.data.audit import Audit
 from llmtrain.data.packing import Examples, TokenRows, TokenStore, write_rows
 
 # The tokens of a prompt and of two answers, and whether the first answer is desirable.
@@ -14,7 +14,7 @@ TokenPair = tuple[list[int], list[int], list[int], bool]
 
 def write_pair_rows(
     path: Path, pairs: Iterable[TokenPair], width: int, share_prompts: bool, packing: bool = True
-) -> tuple[TokenRows, SplitStats]:
+) -> tuple[TokenRows, Audit]:
     """Write pairs as rows, and read them back.
 
     Args:

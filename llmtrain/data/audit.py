@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -15,16 +15,18 @@ from llmtrain.data.turns import THINKING_COUNTS
 COVERED_SHARE = 0.995
 _MULTIPLE = 64  # that --max_length auto is rounded up to
 
-Unit: TypeAlias = Literal["conversation", "pair", "answer"]
+Unit: TypeAlias = Literal["text", "conversation", "pair", "answer"]
 
 
 @dataclass
 class Audit:
     """Counts of the records, examples and tokens in one split of a source.
 
+    Text has only ``records``, ``targets``, ``rows``, ``bytes`` and ``sha256``.
+
     Attributes:
         unit: what an example is. Answers are compared with answers to other prompts.
-        records: records that were read.
+        records: records that were read, also bad ones.
         bad: records that ``--on_bad_row skip`` has left out.
         examples: training examples that the other records make. A conversation makes one, unless
             the chat template changes earlier turns; then it makes several.
@@ -38,6 +40,9 @@ class Audit:
         shared_tokens: tokens that are not stored, because the answers of a pair share a prompt.
         rows: rows that were written.
         positions: positions of these rows, with padding.
+        bytes: UTF-8 bytes of the target tokens' text.
+        pairs: the largest number of pairs in a row; 0 unless the rows hold preference data.
+        sha256: a hex digest of the tokens, of their loss mask and of how they became rows.
         untrained_turns: turns that are not trained, because their weight is 0 or the chat template
             shows them differently from the way it prompts for them.
         hidden_turns: turns whose reasoning, or whose text next to a tool call, the chat template
@@ -49,7 +54,7 @@ class Audit:
         unset_thinking_turns: turns whose prompt leaves that to the template.
     """
 
-    unit: Unit
+    unit: Unit = "text"
     records: int = 0
     bad: int = 0
     examples: int = 0
@@ -63,6 +68,9 @@ class Audit:
     shared_tokens: int = 0
     rows: int = 0
     positions: int = 0
+    bytes: int = 0
+    pairs: int = 0
+    sha256: str = ""
     untrained_turns: int = 0
     hidden_turns: int = 0
     special_as_text: int = 0
@@ -96,13 +104,13 @@ class Audit:
             f"{self.untrained:,} without a target token and {bad} left out"
         )
 
-    def remedy(self, max_length: int, lengths: np.ndarray, first_fault: str) -> str:
+    def remedy(self, max_length: int, lengths: np.ndarray, faults: Sequence[str]) -> str:
         """Return what to do if no example is left.
 
         Args:
             max_length: the value of ``--max_length``.
             lengths: int [examples], the smallest ``--max_length`` that holds each.
-            first_fault: the first bad record, and what is wrong with it.
+            faults: the place of each bad record, and what is wrong with it.
         """
         if self.overlong:
             return (
@@ -112,7 +120,7 @@ class Audit:
         if self.untrained_turns:
             return self._untrained()
         if self.bad:
-            return f"the first bad one is {first_fault}"
+            return f"the first bad one is {faults[0]}"
         return "check --columns and the chat template"
 
     def lines(self) -> list[str]:
@@ -147,35 +155,17 @@ class Audit:
         )
 
 
-class SplitStats(NamedTuple):
-    """Counts and the hash of the rows that were written for one split of a source.
-
-    Attributes:
-        rows: rows.
-        targets: target tokens.
-        sha256: a hex digest of the tokens, of their loss mask and of how they became rows.
-        pairs: the largest number of pairs in a row; 0 unless the rows hold preference data.
-        records: documents, conversations or preference records that could be read.
-        bytes: UTF-8 bytes of the target tokens' text.
-        audit: counts of the conversations or pairs; ``None`` for text.
-    """
-
-    rows: int
-    targets: int
-    sha256: str
-    pairs: int = 0
-    records: int = 0
-    bytes: int = 0
-    audit: Audit | None = None
-
-
-def total_audit(audits: Sequence[Audit]) -> Audit:
-    """Return the sums of the counts of several sources."""
-    totals: dict[str, int] = {}
+def total_audit(audits: Sequence[Audit]) -> Audit | None:
+    """Return the sums of the counts of several sources, without text; ``None`` if all are text."""
+    audits = [audit for audit in audits if audit.unit != "text"]
+    if not audits:
+        return None
+    total = Audit(audits[0].unit)
     for field in fields(Audit):
-        if field.name != "unit":
-            totals[field.name] = sum(getattr(audit, field.name) for audit in audits)
-    return Audit(audits[0].unit, **totals)
+        if type(field.default) is int:
+            setattr(total, field.name, sum(getattr(audit, field.name) for audit in audits))
+    total.pairs = max(audit.pairs for audit in audits)
+    return total
 
 
 def covering_length(lengths: np.ndarray) -> int:

@@ -35,6 +35,7 @@ padding of the last row is a document of its own.
 
 import array
 import copy
+import dataclasses
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
@@ -42,7 +43,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmtrain.data.audit import SplitStats
+from llmtrain.data.audit import Audit
 from llmtrain.data.examples import EncodedSource
 from llmtrain.data.packing import LENGTHS, TOKENS_PER_BATCH, TokenStore, create_row_file
 from llmtrain.data.readers import Split
@@ -86,7 +87,6 @@ class EncodedCorpus(EncodedSource):
         folder: Path,
     ) -> None:
         super().__init__(documents, folder)
-        self.documents = documents
         self.is_trained = is_trained
         self.columns = columns
         # The tokens before each document, behind each, and behind the last one.
@@ -109,51 +109,54 @@ class EncodedCorpus(EncodedSource):
         self._documents = array.array("q")
         self._parts: list[str] = []
         self._bytes = array.array("q")
-        # The segments that wait to be encoded, and whether each ends its text.
-        self._waiting: list[tuple[str, bool]] = []
-        self._waiting_characters = 0
         self._tokens: list[np.ndarray] = []  # of the first segments of a text
 
     def encode(self) -> None:
         """Read and encode all documents once; see :class:`EncodedSource`."""
-        if self.documents.max_train_samples is not None:
-            self.documents.divide()
-        for document, part, text in self.documents.parts():
+        if self.records.max_train_samples is not None:
+            self.records.divide()
+        waiting: list[tuple[str, bool]] = []  # segments, and whether each ends its text
+        characters = 0
+        for document, part, text in self.records.parts():
             self._documents.append(document)
             self._parts.append(part or "")
             self._bytes.append(len(text.encode()))
             # A text is not split if that might change its tokens.
             segments = _segments_of(text) if self.is_trained else [(text, True)]
             for segment, is_last in segments:
-                self._waiting.append((segment, is_last))
-                self._waiting_characters += len(segment)
-                if self._waiting_characters >= _ENCODE_CHARACTERS:
-                    self._encode_waiting()
-        self._encode_waiting()
+                waiting.append((segment, is_last))
+                characters += len(segment)
+                if characters >= _ENCODE_CHARACTERS:
+                    self._encode(waiting)
+                    waiting = []
+                    characters = 0
+        self._encode(waiting)
+
         trained = np.array(self._bytes, np.int64)[self._sequences_in("train")]
-        if self.documents.only_split != "eval" and not trained.any():
+        if self.records.source.only_split != "eval" and not trained.any():
             raise UserError(
-                f"no text of {self.documents.source.name} is left to train on; lower "
+                f"no text of {self.records.source.name} is left to train on; lower "
                 "--eval_fraction, or raise --max_train_samples."
             )
 
-    def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
+    def write(self, path: Path, split: Split, max_length: int) -> Audit:
         """Write the rows of a split, which hold ``max_length + 1`` tokens."""
         sequences = self._sequences_in(split)
-        is_in = self.documents.divide()
+        is_in = self.records.divide()
         is_counted = is_in[split]
         if split == "train":  # a document that is cut counts as eval data
             is_counted = is_counted & ~is_in["eval"]
         end = self._end if len(sequences) else np.empty(0, np.int32)
         written = write_stream(path, self.store, sequences, end, max_length, self.columns)
-        return written._replace(
+        return dataclasses.replace(
+            written,
             records=int(is_counted.sum()),
             bytes=int(np.array(self._bytes, np.int64)[sequences].sum()),
         )
 
-    def _encode_waiting(self) -> None:
-        """Encode the waiting segments on all CPU cores, and store their tokens."""
-        texts = [text for text, _ in self._waiting]
+    def _encode(self, segments: list[tuple[str, bool]]) -> None:
+        """Encode segments on all CPU cores, and store the tokens of the texts that end."""
+        texts = [text for text, _ in segments]
         try:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the tokenizers library raises nothing narrower
@@ -161,19 +164,17 @@ class EncodedCorpus(EncodedSource):
                 f"the tokenizer cannot encode this text: {first_line(error)}."
             ) from None
 
-        for (_, is_last), encoding in zip(self._waiting, encodings, strict=True):
+        for (_, is_last), encoding in zip(segments, encodings, strict=True):
             self._tokens.append(np.array(encoding.ids, np.int32))
             if is_last:
                 tokens = np.concatenate([self._before, *self._tokens, self._behind])
                 self.store.add(tokens, loss_mask=np.ones(len(tokens), bool))
                 self._tokens = []
-        self._waiting = []
-        self._waiting_characters = 0
 
     def _sequences_in(self, split: Split) -> np.ndarray:
         """Return the numbers of the sequences of a split, in the order of the documents."""
         documents = np.array(self._documents, np.int64)
-        is_in = self.documents.divide()[split][documents]
+        is_in = self.records.divide()[split][documents]
         sequences = np.flatnonzero(is_in & np.isin(self._parts, ("", split)))
         return sequences[np.argsort(documents[sequences], kind="stable")]
 
@@ -198,7 +199,7 @@ def write_stream(
     end: np.ndarray,
     block_size: int,
     columns: Sequence[str],
-) -> SplitStats:
+) -> Audit:
     """Write documents as one stream, in rows that overlap by one token.
 
     Args:
@@ -245,7 +246,7 @@ def write_stream(
             write(values)
 
     digest = _digest_of_stream(store, stops, lengths, end, are_isolated)
-    return SplitStats(rows=rows, targets=targets, sha256=digest)
+    return Audit(rows=rows, targets=targets, sha256=digest)
 
 
 def _digest_of_stream(

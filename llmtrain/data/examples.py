@@ -1,11 +1,12 @@
 """The records of a source as tokens in a temporary file, which become rows once a length is known.
 
 Each record is read, rendered and encoded once. Then ``--max_length`` can be chosen, and each split
-is written as rows. There are three kinds: conversations here, pairs of answers in
-:mod:`llmtrain.data.pairs`, and text in :mod:`llmtrain.data.corpus`.
+is written as rows. There are three kinds: conversations and pairs of answers here, and text in
+:mod:`llmtrain.data.corpus`.
 """
 
 import array
+import dataclasses
 from abc import ABC, abstractmethod
 from itertools import islice
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any, Generic
 
 import numpy as np
 
-from llmtrain.data.audit import Audit, SplitStats, Unit
-from llmtrain.data.config import RowConfig
+from llmtrain.data.audit import Audit, Unit
+from llmtrain.data.config import PairConfig, RowConfig
+from llmtrain.data.formats import PreferenceRecord
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Examples, TokenStore, write_rows
 from llmtrain.data.readers import Split
@@ -57,7 +59,7 @@ class EncodedSource(ABC):
         return np.empty(0, np.int64)
 
     @abstractmethod
-    def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
+    def write(self, path: Path, split: Split, max_length: int) -> Audit:
         """Write the rows of a split.
 
         Raises:
@@ -70,7 +72,7 @@ class EncodedChats(EncodedSource, Generic[Chat]):
     """The conversations of a source as tokens. The assistant's turns are trained.
 
     A conversation is one token sequence, unless the chat template changes earlier turns. Then it
-    is several, and each is an example. In :mod:`llmtrain.data.pairs`, an example has two parts, the
+    is several, and each is an example. In :class:`EncodedPairs`, an example has two parts, the
     answers of a pair. Each part is a sequence in the store, and those of an example follow each
     other.
 
@@ -140,7 +142,7 @@ class EncodedChats(EncodedSource, Generic[Chat]):
         lengths: np.ndarray = ends[:, : self.own_parts].max(axis=1) - self.tokens_beyond
         return lengths
 
-    def write(self, path: Path, split: Split, max_length: int) -> SplitStats:
+    def write(self, path: Path, split: Split, max_length: int) -> Audit:
         """Write the rows of a split; see :class:`EncodedSource`."""
         sequences = self._sequences_in(split)
         complete = self.ends()[sequences]
@@ -167,25 +169,20 @@ class EncodedChats(EncodedSource, Generic[Chat]):
             note=self.digest_note,
         )
 
-        audit = self._audit_of_records(split)
-        audit.examples += len(sequences)
-        audit.dropped = int(is_dropped.sum())
-        audit.truncated = int((is_overlong & ~is_dropped).sum())
-        audit.untrained += int((~is_trained & ~is_dropped).sum())
-        audit.kept = len(examples)
-        audit.tokens = int(lengths[is_kept].sum())
-        tokens_of_overlong = complete[is_overlong, :, _LENGTH].sum()
-        audit.lost_tokens = int(tokens_of_overlong - lengths[is_overlong & is_kept].sum())
-        audit.targets = written.targets
-        audit.shared_tokens = int(examples.starts.sum())
-        audit.rows = written.rows
-        audit.positions = written.rows * self.parts * width
-        self._check(audit, split, max_length, has_ended=ends[is_kept, :, _ENDED].any())
-        return written._replace(
-            records=audit.records - audit.bad,
+        lost = complete[is_overlong, :, _LENGTH].sum() - lengths[is_overlong & is_kept].sum()
+        audit = dataclasses.replace(
+            written,
+            unit=self.unit,
+            dropped=int(is_dropped.sum()),
+            truncated=int((is_overlong & ~is_dropped).sum()),
+            lost_tokens=int(lost),
             bytes=int(ends[is_kept, :, _BYTES].sum()),
-            audit=audit,
+            **self._counts_of_records(split),
         )
+        audit.examples += len(sequences)
+        audit.untrained += int((~is_trained & ~is_dropped).sum())
+        self._check(audit, split, max_length, has_ended=ends[is_kept, :, _ENDED].any())
+        return audit
 
     def ends(self, max_tokens: int | None = None) -> np.ndarray:
         """Return the last turn of each sequence, int64 [sequences, columns].
@@ -241,24 +238,21 @@ class EncodedChats(EncodedSource, Generic[Chat]):
             "or set --overlong drop or truncate."
         )
 
-    def _audit_of_records(self, split: Split) -> Audit:
+    def _counts_of_records(self, split: Split) -> dict[str, int]:
         """Return the counts of the records of a split, and of those that make no example."""
         is_in = self.records.divide()[split]
         records = np.array(self._records, np.int64)
         bad = int(is_in[list(self.records.bad)].sum())
         without_example = int(is_in.sum()) - bad - len(np.unique(records[is_in[records]]))
         counts = {
-            name: int(is_in[np.array(numbers, np.int64)].sum())
-            for name, numbers in self._counts.items()
+            "records": int(is_in.sum()),
+            "bad": bad,
+            "examples": without_example,
+            "untrained": without_example,
         }
-        return Audit(
-            unit=self.unit,
-            records=int(is_in.sum()),
-            bad=bad,
-            examples=without_example,
-            untrained=without_example,
-            **counts,
-        )
+        for name, numbers in self._counts.items():
+            counts[name] = int(is_in[np.array(numbers, np.int64)].sum())
+        return counts
 
     def _check(self, audit: Audit, split: Split, max_length: int, has_ended: bool) -> None:
         """Raise :class:`UserError` if no example is left, or if no turn trains its end.
@@ -266,8 +260,9 @@ class EncodedChats(EncodedSource, Generic[Chat]):
         Eval data may be empty, unless the user chose them.
         """
         source = self.records.source
-        if not audit.kept and (split == "train" or self.records.only_split == "eval"):
-            remedy = audit.remedy(max_length, self.lengths(split), self.records.first_fault)
+        if not audit.kept and (split == "train" or self.records.source.only_split == "eval"):
+            faults = [*self.records.bad.values()]
+            remedy = audit.remedy(max_length, self.lengths(split), faults)
             raise UserError(
                 f"{source.flag} {source.name}: no example is left: {audit.left_out()}; {remedy}."
             )
@@ -277,3 +272,124 @@ class EncodedChats(EncodedSource, Generic[Chat]):
                 "would never stop. Put that token inside {% generation %} in the chat template, or "
                 "remove those marks."
             )
+
+
+class EncodedPairs(EncodedChats[PreferenceRecord]):
+    """The preference data of a source as tokens: pairs of answers, and single answers with a label.
+
+    The two answers of a pair may share one copy of their prompt. Only the last token of the prompt
+    is then stored for each, because it predicts the first tokens of the answers, which differ.
+
+    Single answers (KTO) are stored in pairs, too: each with the answer of the record before it,
+    which usually has another prompt. From that the loss estimates how far the model has moved
+    (Ethayarajh et al. 2024, arXiv:2402.01306).
+
+    Args:
+        records: the preference records.
+        renderer: renders them.
+        config: says how they become rows.
+        folder: the folder of the temporary file.
+        unpaired: the loss takes single answers. Each answer of a pair is then a single one, too.
+    """
+
+    parts = 2
+    tokens_beyond = 0
+
+    def __init__(
+        self,
+        records: Records[PreferenceRecord],
+        renderer: AnyRenderer,
+        config: PairConfig,
+        folder: Path,
+        unpaired: bool,
+    ) -> None:
+        super().__init__(records, renderer, config, folder)
+        self.unit = "answer" if unpaired else "pair"
+        self.own_parts = 1 if unpaired else 2
+        self.digest_note = f" {unpaired}"
+        self.unpaired = unpaired
+        self.shares_prompts = config.shares_prompts
+        # For each pair: whether its first answer is desirable, and the tokens of the prompt that
+        # are stored for the first answer alone.
+        self._are_desirable: list[bool] = []
+        self._shared = array.array("q")
+        # By whether they are eval data: the first record, which is compared with the last one, with
+        # its answers, and the last record so far.
+        self._first: dict[bool, tuple[ReadRecord[PreferenceRecord], list[TokenSequence]]] = {}
+        self._previous: dict[bool, PreferenceRecord] = {}
+
+    def encode(self) -> None:
+        """Read and render all records; see :class:`EncodedChats`."""
+        if self.unpaired:
+            self.records.divide()  # answers are compared inside their split
+        super().encode()
+        for is_eval, (read, answers) in self._first.items():
+            self._add_singles(read, answers, self._previous[is_eval])
+
+    def add(self, read: ReadRecord[PreferenceRecord], rendered: Rendered) -> None:
+        """Store the answers of a record in pairs."""
+        if not self.unpaired:
+            chosen, rejected = rendered.sequences
+            self._add_pair(read.number, chosen, rejected, read.record.desirable)
+            return
+
+        is_eval = bool(self.records.divide()["eval"][read.number])
+        if is_eval in self._first:
+            self._add_singles(read, rendered.sequences, self._previous[is_eval])
+        else:
+            self._first[is_eval] = (read, rendered.sequences)
+        self._previous[is_eval] = read.record
+
+    def _add_singles(
+        self,
+        read: ReadRecord[PreferenceRecord],
+        answers: list[TokenSequence],
+        previous: PreferenceRecord,
+    ) -> None:
+        """Store single answers, each with the first answer of the record before theirs.
+
+        That answer is rendered after their own prompt.
+        """
+        try:
+            compared = self.renderer(read.record._replace(answers=previous.answers[:1]))
+        except BadRecord as error:
+            reason = f"compared with the answer of the record before: {error}"
+            self.records.refuse(read.number, read.place, BadRecord(reason))
+            return
+        for number, answer in enumerate(answers):
+            # Of two answers, the first is the chosen one.
+            is_desirable = read.record.desirable and number == 0
+            self._add_pair(read.number, answer, compared.sequences[0], is_desirable)
+
+    def _add_pair(
+        self, record: int, first: TokenSequence, second: TokenSequence, is_desirable: bool
+    ) -> None:
+        self.add_example(record, first, second)
+        self._are_desirable.append(is_desirable)
+        shared = 0
+        if self.shares_prompts:
+            length = min(len(first.ids), len(second.ids))
+            is_prompt = first.ids[:length] == second.ids[:length]
+            is_prompt &= ~first.loss_mask[:length] & ~second.loss_mask[:length]
+            # The last token of the prompt predicts the first one of the answer.
+            shared = max(int(np.logical_and.accumulate(is_prompt).sum()) - 1, 0)
+        self._shared.append(shared)
+
+    def truncated(self, sequences: np.ndarray, width: int) -> np.ndarray:
+        """Return the first tokens of answers with their prompts, which end no turn."""
+        ends: np.ndarray = self.ends()[sequences]
+        starts = self.store.bounds[sequences].tolist()
+        for i, start in enumerate(starts):
+            encoded = self.store.read_encoded(start, start + width)
+            targets = encoded[encoded >= 0]
+            text = self.renderer.encoder.decode(targets.tolist())
+            ends[i] = (sequences[i], width, len(targets), len(text.encode()), 0)
+        return ends
+
+    def examples_of(self, sequences: np.ndarray, lengths: np.ndarray) -> Examples:
+        """Return what is written of pairs: of the second answer not the prompt that is shared."""
+        pairs = sequences[:, 0] // self.parts
+        written = super().examples_of(sequences, lengths)
+        written.starts[:, 1] = np.array(self._shared, np.int64)[pairs]
+        written.is_first_desirable = np.array(self._are_desirable, bool)[pairs]
+        return written

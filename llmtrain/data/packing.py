@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from llmtrain.data.audit import SplitStats
+from llmtrain.data.audit import Audit
 from llmtrain.interfaces.answer_codes import PADDING, answer_code
 from llmtrain.interfaces.batches import IGNORED
 
@@ -172,7 +172,7 @@ def write_rows(
     width: int,
     packing: bool,
     note: str = "",
-) -> SplitStats:
+) -> Audit:
     """Write examples of sequences in a store as rows.
 
     Args:
@@ -220,8 +220,16 @@ def write_rows(
             is_desirable = bool(examples.is_first_desirable[example])
             digest.update(f"{len(parts[0])} {shared} {is_desirable}".encode())
     digest.update(f"{width} {packing}{note}".encode())
-    pairs = max(map(len, rows), default=0) if are_pairs else 0
-    return SplitStats(len(rows), targets, sha256=digest.hexdigest(), pairs=pairs)
+    return Audit(
+        kept=len(examples),
+        tokens=int(examples.stops.sum()),
+        targets=targets,
+        shared_tokens=int(examples.starts.sum()),
+        rows=len(rows),
+        positions=len(rows) * width,
+        pairs=max(map(len, rows), default=0) if are_pairs else 0,
+        sha256=digest.hexdigest(),
+    )
 
 
 def _columns_of(

@@ -18,14 +18,13 @@ import numpy as np
 
 from llmtrain.console import note
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.audit import Audit, SplitStats, covering_length
+from llmtrain.data.audit import Audit, covering_length
 from llmtrain.data.chat_template import REASONING_OPTION
 from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.corpus import EncodedCorpus
-from llmtrain.data.examples import EncodedChats, EncodedSource
+from llmtrain.data.examples import EncodedChats, EncodedPairs, EncodedSource
 from llmtrain.data.formats import conversation_of, preference_of
 from llmtrain.data.packing import TokenRows
-from llmtrain.data.pairs import EncodedPairs
 from llmtrain.data.readers import Source, Split
 from llmtrain.data.records import ChatRecords, Documents, Records, text_of
 from llmtrain.data.render import AnyRenderer, make_renderer
@@ -227,7 +226,6 @@ def _reader_of(source: Source, request: DataRequest) -> Records[Any]:
             source,
             partial(text_of, field=text_field),
             request.config.eval_fraction,
-            source.only_split,
             request.config.max_train_samples,
             field=text_field,
         )
@@ -241,7 +239,6 @@ def _reader_of(source: Source, request: DataRequest) -> Records[Any]:
         source,
         partial(read, has_artificial_nulls=source.has_artificial_nulls),
         request.config.eval_fraction,
-        source.only_split,
         request.config.max_train_samples,
         skips_bad=request.chat.on_bad_row == "skip",
     )
@@ -279,14 +276,14 @@ def _write_rows(
     request: DataRequest,
     encoded: Sequence[EncodedSource],
     length: int,
-) -> tuple[list[SplitStats], list[SplitStats]]:
+) -> tuple[list[Audit], list[Audit]]:
     """Write the rows of all sources, and return the counts of both splits, one for each source.
 
     Raises:
         UserError: if there is too little to train or to evaluate on.
     """
-    train: list[SplitStats] = []
-    eval: list[SplitStats] = []
+    train: list[Audit] = []
+    eval: list[Audit] = []
     for source, examples in zip(request.sources, encoded, strict=True):
         if source.only_split != "eval":
             train.append(examples.write(working / f"train-{len(train)}.arrow", "train", length))

@@ -56,13 +56,12 @@ class Records(ABC, Generic[R]):
         read_fields: turns the fields of a record into a document, a conversation or a preference
             record, or raises :class:`BadRecord`.
         eval_fraction: the share of the eval data.
-        only_split: the split of all records; ``None`` divides them by their hashes.
         max_train_samples: how many training records are used, the first ones that can be read;
             ``None`` for all.
         skips_bad: leave bad records out instead of stopping.
         field: the only field that is needed; ``None`` for all.
-        bad: the numbers of the bad records that were skipped.
-        first_fault: the place of the first of them, and what is wrong with it.
+        bad: the bad records that were skipped, by their numbers: the place of each, and what is
+            wrong with it.
         is_cut: whether some records have a part in each split.
         unit: a word for the records.
         bad_row_hint: what to do about a bad record.
@@ -71,12 +70,10 @@ class Records(ABC, Generic[R]):
     source: Source
     read_fields: Callable[[Fields], R]
     eval_fraction: float
-    only_split: Split | None = None
     max_train_samples: int | None = None
     skips_bad: bool = False
     field: str | None = None
-    bad: set[int] = dataclasses.field(default_factory=set)
-    first_fault: str = ""
+    bad: dict[int, str] = dataclasses.field(default_factory=dict)
     is_cut: bool = False
     _splits: Splits | None = None
     unit: ClassVar[str]
@@ -145,8 +142,7 @@ class Records(ABC, Generic[R]):
         """Raise :class:`UserError` for a bad record, unless ``--on_bad_row`` says to skip it."""
         if not self.skips_bad:
             raise UserError(f"{place}: {error}{self.bad_row_hint}.") from None
-        self.bad.add(number)
-        self.first_fault = self.first_fault or f"{place}: {error}"
+        self.bad.setdefault(number, f"{place}: {error}")
 
     @abstractmethod
     def measure(self, record: R) -> tuple[float, int]:
@@ -179,8 +175,8 @@ class Records(ABC, Generic[R]):
             raise UserError(f"{self.source.flag} {self.source.name} holds no {self.unit}.")
         is_eval = hashes < self.eval_fraction  # NaN is not below the fraction
         largest = min(total * max(_LARGEST_EVAL_SHARE, 2 * self.eval_fraction), total - 1)
-        if self.only_split is not None:
-            is_eval = np.full(len(hashes), self.only_split == "eval")
+        if self.source.only_split is not None:
+            is_eval = np.full(len(hashes), self.source.only_split == "eval")
         elif self.eval_fraction and total and not 0 < sizes[is_eval].sum() <= largest:
             is_eval = self.choose_eval(hashes, sizes)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.audit import Audit, SplitStats, total_audit
+from llmtrain.data.audit import Audit, total_audit
 from llmtrain.data.order import BATCHES_PER_MEGABATCH, Mixture
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS, Rows, TokenRows, as_matrices
 from llmtrain.data.readers import kind_of
@@ -82,8 +82,8 @@ def metadata_of(
     spec: str,
     tokenizer: "tok.FastTokenizer | None",
     block_size: int,
-    train: Sequence[SplitStats],
-    eval: Sequence[SplitStats],
+    train: Sequence[Audit],
+    eval: Sequence[Audit],
     vocabulary: int = 0,
     **others: Any,
 ) -> DataMetadata:
@@ -106,12 +106,10 @@ def metadata_of(
         hashes += " eval "
     hashes += "".join(stats.sha256 for stats in eval)
 
-    audit = _summed_audit(train)
-    eval_audit = _summed_audit(eval)
     task = "text"
-    trained_audit = audit if train else eval_audit
-    if trained_audit is not None:
-        task = "conversations" if trained_audit.unit == "conversation" else "preferences"
+    units = {stats.unit for stats in train or eval} - {"text"}
+    if units:
+        task = "conversations" if units == {"conversation"} else "preferences"
     return DataMetadata(
         dataset=dataset,
         tokenizer=spec,
@@ -119,8 +117,8 @@ def metadata_of(
         data_sha256=hashlib.sha256(hashes.encode()).hexdigest(),
         vocabulary=vocabulary if tokenizer is None else tok.vocabulary_of(tokenizer),
         block_size=block_size,
-        records=sum(stats.records for stats in both),
-        eval_records=sum(stats.records for stats in eval),
+        records=sum(stats.records - stats.bad for stats in both),
+        eval_records=sum(stats.records - stats.bad for stats in eval),
         train_tokens=sum(stats.targets for stats in train),
         eval_tokens=sum(stats.targets for stats in eval),
         train_rows=sum(stats.rows for stats in train),
@@ -130,17 +128,13 @@ def metadata_of(
         eval_source_rows=[stats.rows for stats in eval],
         source_targets=[stats.targets for stats in train],
         task=task,
-        audit=audit,
-        eval_audit=eval_audit,
+        audit=total_audit(train),
+        eval_audit=total_audit(eval),
         pairs=max(stats.pairs for stats in both),
         **others,
     )
 
 
-def _summed_audit(splits: Sequence[SplitStats]) -> Audit | None:
-    """Return the sums of the sources' audits, or ``None`` if all sources are text."""
-    audits = [stats.audit for stats in splits if stats.audit]
-    return total_audit(audits) if audits else None
 
 
 @dataclass
@@ -296,9 +290,7 @@ def _as_token_rows(rows: Rows) -> TokenRows:
     return TokenRows(table)
 
 
-def _measure(
-    rows: TokenRows, tokenizer: "tok.FastTokenizer | None" = None
-) -> tuple[SplitStats, int]:
+def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None" = None) -> tuple[Audit, int]:
     """Hash the content of rows, and count their targets; with a tokenizer, their bytes, too.
 
     Returns:
@@ -329,7 +321,7 @@ def _measure(
         if tokenizer is not None:
             text = tokenizer.backend_tokenizer.decode(labels.tolist())
             target_bytes += len(text.encode())
-    stats = SplitStats(
+    stats = Audit(
         records=len(rows),
         rows=len(rows),
         targets=targets,

@@ -702,6 +702,8 @@ def test_the_audit_has_the_counts_of_the_records_and_of_the_rows(
         shared_tokens=sum(pair.second.position for pair in stored),
         rows=len(tokenized.train),
         positions=len(tokenized.train) * 2 * MAX_LENGTH,
+        bytes=audit.bytes,
+        pairs=tokenized.metadata.pairs,
     )
     assert audit.kept == len(stored)
     assert bool(audit.shared_tokens) == (share_prompts and packing)

@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from llmtrain.data import corpus, prepare
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.audit import SplitStats
+from llmtrain.data.audit import Audit
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.packing import TOKEN_COLUMNS, TokenStore
 from llmtrain.data.records import Documents, text_of
@@ -89,7 +89,7 @@ def random_lengths(length: int) -> list[int]:
 
 def write_stream(
     path: Path, documents: list[np.ndarray], end: list[int], block_size: int, columns: list[str]
-) -> SplitStats:
+) -> Audit:
     """Write documents as rows. The store has them in another order, among others."""
     store = TokenStore(path.with_suffix(".tokens"))
     for document in reversed(documents):

