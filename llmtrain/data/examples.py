@@ -6,7 +6,6 @@ is written as rows. There are three kinds: conversations and pairs of answers he
 """
 
 import array
-import dataclasses
 from abc import ABC, abstractmethod
 from itertools import islice
 from pathlib import Path
@@ -160,7 +159,7 @@ class EncodedChats(EncodedSource, Generic[Chat]):
         is_kept = is_trained & ~is_dropped
 
         examples = self.examples_of(sequences[is_kept], lengths[is_kept])
-        written = write_rows(
+        audit = write_rows(
             path,
             self.store,
             examples,
@@ -169,18 +168,15 @@ class EncodedChats(EncodedSource, Generic[Chat]):
             note=self.digest_note,
         )
 
-        lost = complete[is_overlong, :, _LENGTH].sum() - lengths[is_overlong & is_kept].sum()
-        audit = dataclasses.replace(
-            written,
-            unit=self.unit,
-            dropped=int(is_dropped.sum()),
-            truncated=int((is_overlong & ~is_dropped).sum()),
-            lost_tokens=int(lost),
-            bytes=int(ends[is_kept, :, _BYTES].sum()),
-            **self._counts_of_records(split),
-        )
+        audit.unit = self.unit
+        self._count_records(audit, split)
         audit.examples += len(sequences)
         audit.untrained += int((~is_trained & ~is_dropped).sum())
+        audit.dropped = int(is_dropped.sum())
+        audit.truncated = int((is_overlong & ~is_dropped).sum())
+        tokens_of_overlong = complete[is_overlong, :, _LENGTH].sum()
+        audit.lost_tokens = int(tokens_of_overlong - lengths[is_overlong & is_kept].sum())
+        audit.bytes = int(ends[is_kept, :, _BYTES].sum())
         self._check(audit, split, max_length, has_ended=ends[is_kept, :, _ENDED].any())
         return audit
 
@@ -238,21 +234,16 @@ class EncodedChats(EncodedSource, Generic[Chat]):
             "or set --overlong drop or truncate."
         )
 
-    def _counts_of_records(self, split: Split) -> dict[str, int]:
-        """Return the counts of the records of a split, and of those that make no example."""
+    def _count_records(self, audit: Audit, split: Split) -> None:
+        """Count the records of a split, those that make no example, and what rendering counted."""
         is_in = self.records.divide()[split]
         records = np.array(self._records, np.int64)
-        bad = int(is_in[list(self.records.bad)].sum())
-        without_example = int(is_in.sum()) - bad - len(np.unique(records[is_in[records]]))
-        counts = {
-            "records": int(is_in.sum()),
-            "bad": bad,
-            "examples": without_example,
-            "untrained": without_example,
-        }
+        audit.records = int(is_in.sum())
+        audit.bad = int(is_in[list(self.records.bad)].sum())
+        audit.untrained = audit.records - audit.bad - len(np.unique(records[is_in[records]]))
+        audit.examples = audit.untrained
         for name, numbers in self._counts.items():
-            counts[name] = int(is_in[np.array(numbers, np.int64)].sum())
-        return counts
+            setattr(audit, name, int(is_in[np.array(numbers, np.int64)].sum()))
 
     def _check(self, audit: Audit, split: Split, max_length: int, has_ended: bool) -> None:
         """Raise :class:`UserError` if no example is left, or if no turn trains its end.
