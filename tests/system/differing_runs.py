@@ -20,16 +20,16 @@ import gpt
 
 from llmtrain.data import order
 from llmtrain.data.corpus import EncodedCorpus
-from llmtrain.data.loader import LocalBatches
+from llmtrain.data.loader import LocalBatches, train_loader
 from llmtrain.models import gpt as gpt_model
 from llmtrain.parallel.engine import Engine
+from llmtrain.training import start
 from llmtrain.training.learning_rates import LearningRates
 from tests.system import controls
 
 clip_grad_norm = Engine.clip_grad_norm
 rates_after = LearningRates.after
 init_corpus = EncodedCorpus.__init__
-read_columns = LocalBatches.read
 
 
 def reverse_order(positions: Any, n: int, key: int) -> Any:
@@ -56,11 +56,19 @@ def repeat_first_tokens(corpus: EncodedCorpus, *arguments: Any) -> None:
     corpus._before = np.repeat(corpus._before, 2)
 
 
-def read_with_masked_labels(batches: LocalBatches, slots: Any) -> Any:
-    """Ignore the labels in the first half of each row."""
-    columns = read_columns(batches, slots)
-    columns["labels"][:, : columns["labels"].shape[1] // 2] = -100
-    return columns
+class MaskingBatches(LocalBatches):
+    """Ignores the labels in the first half of each row."""
+
+    def read(self, slots: Any) -> Any:
+        columns = super().read(slots)
+        columns["labels"][:, : columns["labels"].shape[1] // 2] = -100
+        return columns
+
+
+def masking_train_loader(*arguments: Any, **options: Any) -> Any:
+    loader = train_loader(*arguments, **options)
+    loader.dataset.__class__ = MaskingBatches
+    return loader
 
 
 # The replaced attribute of each bug, and its replacement.
@@ -69,7 +77,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "a mean of means": (Engine, "forward_backward", controls.mean_of_means),
     "unshifted labels": (gpt_model, "targets_of", unshifted_targets),
     "a token twice": (EncodedCorpus, "__init__", repeat_first_tokens),
-    "masked labels": (LocalBatches, "read", read_with_masked_labels),
+    "masked labels": (start, "train_loader", masking_train_loader),
     "a schedule one late": (LearningRates, "after", rates_one_step_late),
     "no clipping": (Engine, "clip_grad_norm", clip_nothing),
 }
