@@ -135,8 +135,6 @@ def metadata_of(
     )
 
 
-
-
 @dataclass
 class Tokenized:
     """Memory-mapped rows of tokens, and the tokenizer that made them.
