@@ -10,6 +10,7 @@ from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.training.rows import tokenize
+from tests.data.chat_records import chat_record
 from tests.data.preparation import complaint, documents_of, left_behind, write_records
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -179,6 +180,22 @@ def test_each_data_set_has_its_own_count_without_bad_records(tmp_path):
     assert names_in(tokenized.eval, tokenized) == NAMES[20:]
     assert tokenized.metadata.audit.records == 9
     assert tokenized.metadata.audit.bad == 1
+
+
+def test_eval_data_alone_say_the_task_and_the_length(tmp_path: Path) -> None:
+    chats = write_records(tmp_path / "chats.jsonl", [chat_record(f"q{i}", "a") for i in range(5)])
+    data = DataConfig(dataset=[], tokenizer="byte", eval_dataset=[str(chats)])
+
+    metadata = tokenize(data, "auto", ChatConfig()).metadata
+
+    assert (metadata.task, metadata.block_size) == ("conversations", 64)
+
+
+def test_lists_of_records_with_the_same_name_have_their_own_rows() -> None:
+    data = DataConfig(tokenizer="byte", eval_fraction=0.0)
+    for texts in (["one text"], ["another text"]):
+        rows = tokenize(data, 4, records=texts, records_fingerprint="v1")
+        assert rows.metadata.train_tokens == len(texts[0]) + 1
 
 
 # --- errors
