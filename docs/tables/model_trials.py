@@ -183,7 +183,7 @@ def _build_reward_model(folder: Path) -> None:
     assert config_class in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "no class"
     config = ModelConfig(str(folder), max_length=ROW_LENGTH)
     tokenizer = byte_tokenizer(ROW_LENGTH)
-    build_model(config, tokenizer, torch.float32, is_frozen=False, is_reward_model=True)
+    build_model(config, tokenizer, torch.float32, is_reward_model=True)
 
 
 def try_sharded(accelerator: Accelerator, folder: Path, expected: Step) -> str:

@@ -92,8 +92,8 @@ def verdict_on_types(model_types: list[str]) -> Verdict:
     problems: list[str] = []
     for model_type in model_types:
         try:
-            check_causal_lm_class(ModelConfig(from_config=model_type))
             config = published_config(model_type)
+            check_causal_lm_class(ModelConfig(from_config=model_type), config)
             packing = with_smallest(config, lambda small: packing_of(build(small)))
             verdicts.append(packing.verdict)
         except Exception as error:  # each class fails in its own way

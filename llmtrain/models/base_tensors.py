@@ -24,7 +24,6 @@ from llmtrain.models.towers import outermost_modules
 from llmtrain.models.weight_loading import (
     COMPUTED_BUFFERS,
     StoredTensor,
-    model_parts,
     random_weights,
     stored_tensors,
 )
@@ -139,15 +138,9 @@ def random_base_tensors(
 
 def _initialise(model: "PreTrainedModel", names: Collection[str], seed: int) -> dict[str, Tensor]:
     """Return random initial values of some of a model's tensors, by their published names."""
-    modules = [
-        part.module
-        for part in model_parts(model)
-        if any(name.startswith(f"{part.name}.") for name in names)
-    ]
     values = {name: model.state_dict()[name] for name in names}  # with buffers
-    values.update(
-        (name, tensor) for name, tensor in random_weights(model, seed, modules) if name in names
-    )
+    parameters = [name for name, _ in model.named_parameters() if name in names]
+    values.update(random_weights(model, seed, parameters))
     return published(model, values)
 
 

@@ -3,28 +3,35 @@
 :func:`llmtrain.config.flags.flag` explains ``affects`` and its values.
 """
 
-import contextlib
 import copy
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, cast
-
-import yaml
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from llmtrain.config.flags import Config, flag, require_at_least, require_at_most
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.files import local_path
-from llmtrain.model_folders import is_adapter, is_of_checkpoint, model_folder
-from llmtrain.models.hub_models import is_hub_kernel
+from llmtrain.model_folders import (
+    check_model_files,
+    is_adapter,
+    is_of_checkpoint,
+    model_folder,
+)
+from llmtrain.models.configuration import (
+    MAX_LAYERS,
+    is_model_type,
+    new_configuration,
+    parse_overrides,
+)
+from llmtrain.models.hub_models import is_hub_kernel, refuse_hub_attention
 from llmtrain.planning import current_plan
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-# A slip of the finger would otherwise build layers until the memory is full, or overflow a number.
-MAX_LAYERS = 10_000
+# A slip of the finger would otherwise overflow a number.
 _MAX_WIDTH = 1_000_000
 _MAX_ROW_LENGTH = 100_000_000
 
@@ -75,13 +82,10 @@ class GPTConfig(Config):
                 f"--dropout {self.dropout} is out of range: it must be at least 0 and below 1."
             )
         if self.n_embd % self.n_head:
-            divisors = [n for n in range(1, self.n_embd + 1) if self.n_embd % n == 0]
-            nearest = sorted(divisors, key=lambda n: abs(n - self.n_head))[:3]
-            heads = ", ".join(map(str, sorted(nearest)))
             next_multiple = -(-self.n_embd // self.n_head) * self.n_head
             raise UserError(
-                f"--n_head {self.n_head} does not divide --n_embd {self.n_embd}; use one of "
-                f"--n_head {heads}, or --n_embd {next_multiple}."
+                f"--n_head {self.n_head} does not divide --n_embd {self.n_embd}; use a divisor, or "
+                f"--n_embd {next_multiple}."
             )
 
 
@@ -93,16 +97,6 @@ def parse_max_length(text: str) -> int | Literal["auto"]:
         return int(text)
     except ValueError:
         raise UserError(f"'{text}' is neither a number of tokens nor auto") from None
-
-
-def is_model_type(name: str) -> bool:
-    """Return whether ``--from_config`` names a model type, not a folder or a model of the hub.
-
-    A model type is one even if there is such a folder.
-    """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    return name in CONFIG_MAPPING
 
 
 def _model_of_run(name: str | None, flag_name: str) -> str | None:
@@ -229,11 +223,17 @@ class ModelConfig(Config):
             raise UserError(
                 f"--freeze '{self.freeze}' is not a regular expression: {error}."
             ) from None
+        if self.load_in_4bit and not self.model_name_or_path:
+            raise UserError(
+                "--load_in_4bit needs --model_name_or_path: it is for training an adapter of "
+                "existing weights."
+            )
         if self.continue_adapter and not self.model_name_or_path:
             raise UserError(
                 "--continue_adapter needs --model_name_or_path: the run or the folder of the "
                 "adapter to train further."
             )
+        parse_overrides(self.config_overrides or "")
         if self.config_overrides and self.model_name_or_path:
             raise UserError(
                 "--config_overrides is for --from_config: the weights of --model_name_or_path fit "
@@ -303,67 +303,74 @@ class ModelConfig(Config):
         assert self.max_length != "auto", "the recipe sets max_length to that of its rows"
         return self.max_length
 
+    def configuration(
+        self, tokenizer: "PreTrainedTokenizerFast | None" = None
+    ) -> "PreTrainedConfig":
+        """Return the configuration of the model to train.
+
+        It also raises whatever transformers raises.
+
+        Args:
+            tokenizer: its size is the vocabulary of a model with random weights. Without it, such a
+                model has the vocabulary of its class.
+
+        Raises:
+            UserError: if the model cannot be used.
+        """
+        from transformers import AutoConfig
+
+        name = str(self.model_name_or_path or self.from_config)
+        if self.model_name_or_path is None:
+            loaded = new_configuration(
+                name,
+                overrides=parse_overrides(self.config_overrides or ""),
+                # Until `auto` is known, there is no limit.
+                row_length=_MAX_ROW_LENGTH if self.max_length == "auto" else self.max_length,
+                tokenizer=tokenizer,
+                trust_remote_code=self.trust_remote_code,
+            )
+        else:
+            check_model_files(Path(name))
+            if is_adapter(Path(name)):
+                raise UserError(
+                    f"--model_name_or_path {name} is an adapter; merge it into its model first: "
+                    f"llmtrain export {name} --merge --to FOLDER."
+                )
+            loaded = AutoConfig.from_pretrained(
+                name, revision=self.model_revision, trust_remote_code=self.trust_remote_code
+            )
+        for part in [loaded, *(getattr(loaded, key, None) for key in loaded.sub_configs)]:
+            layers = getattr(part, "num_hidden_layers", 0)
+            if isinstance(layers, int) and layers > MAX_LAYERS:
+                raise UserError(
+                    f"the configuration of {name} has {layers:,} layers, and a model can have at "
+                    f"most {MAX_LAYERS:,}; correct num_hidden_layers."
+                )
+        if not self.attn_implementation:
+            refuse_hub_attention(loaded, name)
+        return loaded
+
+    def known_configuration(self) -> "PreTrainedConfig | None":
+        """Return the configuration of the model, or ``None`` if it cannot be loaded.
+
+        Loading the model reports what is wrong with it.
+        """
+        try:
+            return self.configuration()
+        except Exception:
+            return None
+
     def max_positions(self) -> int | None:
         """Return the number of positions of the model; ``None`` if there is no limit.
 
         A model type in ``--from_config`` gets as many positions as its rows need, unless
         ``--config_overrides`` sets their number.
         """
-        from transformers import AutoConfig
-
-        positions = self._overridden_positions()
-        if positions is not None:
-            return positions
-
-        name = self.model_name_or_path
-        if name is None and self.from_config and not is_model_type(self.from_config):
-            name = self.from_config
-        if name is None:
+        config = self.with_values({"max_length": "auto"}).known_configuration()
+        if config is None:
             return None
-        try:
-            config = AutoConfig.from_pretrained(
-                name,
-                revision=self.model_revision,
-                trust_remote_code=self.trust_remote_code,
-            )
-            positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        except Exception:  # loading the model will report what is wrong with it
-            return None
-        return int(positions) if positions else None
-
-    def _overridden_positions(self) -> int | None:
-        """Return the number of positions in ``--config_overrides``, if it is there."""
-        if not self.config_overrides:
-            return None
-        overrides = parse_overrides(self.config_overrides)
-        aliases = getattr(self.configuration_class(), "attribute_map", {})
-        name = "max_position_embeddings"
-        for key in (name, aliases.get(name, name)):  # GPT-2 calls it n_positions
-            value = overrides.get(key)
-            if isinstance(value, int):
-                return value
-        return None
-
-    def configuration_class(self) -> "type[PreTrainedConfig] | None":
-        """Return the class of the model's configuration, or ``None`` if it cannot be loaded."""
-        from transformers import AutoConfig
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-        name = self.model_name_or_path or self.from_config
-        if name is None:
-            return None
-        if self.model_name_or_path is None and name in CONFIG_MAPPING:
-            config_class: type[PreTrainedConfig] = CONFIG_MAPPING[name]
-            return config_class
-        try:
-            config = AutoConfig.from_pretrained(
-                name,
-                revision=self.model_revision,
-                trust_remote_code=self.trust_remote_code,
-            )
-        except Exception:  # loading the model will report what is wrong with it
-            return None
-        return type(config)
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        return int(positions) if positions and positions < _MAX_ROW_LENGTH else None
 
     def fit_max_length(self) -> None:
         """Lower the default ``max_length`` to the positions of the model, and log it.
@@ -428,33 +435,3 @@ class ModelConfig(Config):
                 self.model_name_or_path = write_outline(Path(name), plan.folder)
             else:
                 self.model_name_or_path = merged_model(Path(name))
-
-
-class _OverridesLoader(yaml.SafeLoader):
-    """Reads numbers such as 1e-6, which are text to YAML 1.1, as Python does."""
-
-
-_OverridesLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    [*"-+.0123456789"],
-)
-
-
-def parse_overrides(text: str) -> dict[str, object]:
-    """Parse ``--config_overrides``: ``key=value,key=value`` with YAML values.
-
-    Raises:
-        UserError: if the text has another form.
-    """
-    mapping = "{" + text.replace("=", ": ") + "}"
-    is_valid = False
-    with contextlib.suppress(yaml.YAMLError):
-        node = yaml.compose(mapping, Loader=_OverridesLoader)
-        if isinstance(node, yaml.MappingNode):
-            # A key without a value becomes None, as null does.
-            keys = {str(key.value) for key, value in node.value if value.value != "" or value.style}
-            is_valid = len(keys) == len(node.value)
-    if not is_valid:
-        raise UserError(f"--config_overrides {text}: write key=value,key=value, each key once.")
-    return cast(dict[str, object], yaml.load(mapping, Loader=_OverridesLoader))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from llmtrain.interfaces.packing_support import PackingSupport
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hub_models import causal_lm_classes
-from llmtrain.models.meta_models import check_causal_lm_class, model_configuration
+from llmtrain.models.meta_models import check_causal_lm_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -32,16 +32,11 @@ def packing_support(config: ModelConfig, *, is_reward_model: bool = False) -> Pa
     Raises:
         UserError: if transformers has no class by which the model could be trained.
     """
-    if not is_reward_model:
-        check_causal_lm_class(config)
-    sized = config
-    if config.max_length == "auto":
-        # A new model needs a number of positions. Its class does not depend on it.
-        sized = config.with_values({"max_length": 1024})
-    try:
-        model_config = model_configuration(sized)
-    except Exception:  # loading the model will report what is wrong with it
+    model_config = config.known_configuration()
+    if model_config is None:
         return None
+    if not is_reward_model:
+        check_causal_lm_class(config, model_config)
 
     name = str(config.model_name_or_path or config.from_config)
     if config.trust_remote_code and _has_own_code(model_config):

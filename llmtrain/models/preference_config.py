@@ -154,6 +154,6 @@ class PreferenceConfig(LossParameters):
         """
         if not self.is_reward_model:
             return
-        config_class = model.configuration_class()
-        if config_class is not None:
-            check_reward_family(config_class)
+        model_config = model.known_configuration()
+        if model_config is not None:
+            check_reward_family(type(model_config))

@@ -40,8 +40,7 @@ from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.export import PROCESSOR_FILES, ModelFiles, config_values
 from llmtrain.models.hub_models import check_origin, is_hub_kernel, local_folder, origin_of
-from llmtrain.models.initial_weights import InitialWeights
-from llmtrain.models.lora import AdapterFiles, add_lora
+from llmtrain.models.lora import AdapterFiles, add_lora, with_adapter_weights
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.meta_models import build_model
 from llmtrain.models.preference_config import PreferenceConfig
@@ -49,13 +48,13 @@ from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import check_gradients, leaks, probe
 from llmtrain.models.reward_family import with_padding_token
 from llmtrain.models.towers import outside_text_tower, remove_modules
+from llmtrain.models.weight_loading import InitialWeights
 from llmtrain.seeds import seed_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import (
         GenerationConfig,
-        PreTrainedConfig,
         PreTrainedModel,
         PreTrainedTokenizerFast,
     )
@@ -104,6 +103,12 @@ def load_model(
 ) -> ModelBundle:
     """Build the Hugging Face model that is trained, and its objective.
 
+    One object is the model from the beginning to the end, and it changes in place, in this order:
+    transformers builds it without weights; modules outside the text are removed; its vocabulary
+    grows to that of the rows; ``--freeze`` and LoRA choose what is trained; at last its class gets
+    the methods by which it is trained (:mod:`llmtrain.models.causal_lm`). Then ``lt.place`` puts it
+    on its devices and fills in the weights, and the probe tries it.
+
     Its parameters are on the meta device, except for LoRA's matrices and embeddings with rows for
     new tokens. The initial weights of the others are the stream ``weights`` of the result. A
     quantized model is loaded here, and ``weights`` is ``None``.
@@ -128,114 +133,81 @@ def load_model(
     """
     config = config.with_values(rows.decided)
     config.resolve_runs()
-    is_reward_model = preference is not None and preference.is_reward_model
-    _check_flags(config, lora, is_reward_model)
+    _check_flags(config, lora)
     if lora is not None and not lora.lora_r:
         lora = None
+    is_reward_model = preference is not None and preference.is_reward_model
     adapter = config.adapter
-    has_adapter = lora is not None or adapter is not None
-    config = config.of_base()
+    base = config.of_base()
+    name = base.model_name_or_path
+    is_adapted = lora is not None or adapter is not None
 
-    name = config.model_name_or_path
+    folder: Path | None = None
+    origin: JsonObject = {"random weights": base.from_config}
+    if name is not None:
+        folder = local_folder(name, base.model_revision)
+        origin = origin_of(name, base.model_revision)
+
     dtype = torch.float32
-    if has_adapter and name is not None:
+    if is_adapted and folder is not None:
         trains_modules = is_reward_model or trains_whole_modules(lora, adapter)
-        dtype = _frozen_dtype(config, precision, trains_modules)
-    model = build_model(
-        config,
-        rows.tokenizer,
-        dtype,
-        is_frozen=has_adapter,
-        is_reward_model=is_reward_model,
-    )
-    text_config = model.config.get_text_config()
-    _check_positions(text_config, config)
-    _set_balance_weight(
-        text_config,
-        config.router_aux_loss_coef,
-        has_preference=preference is not None,
-    )
-
-    origin: JsonObject = {"random weights": config.from_config}
-    if name:
-        origin = origin_of(name, config.model_revision)
+        dtype = _frozen_dtype(folder, precision, trains_modules)
+    model = build_model(base, rows.tokenizer, dtype, is_reward_model=is_reward_model)
+    _set_balance_weight(model, base.router_aux_loss_coef, has_preference=preference is not None)
 
     # The modules that text does not pass through are not loaded.
     outside_text = outside_text_tower(model)
     base_tensors: BaseTensors | None = None
-    if not has_adapter:
-        base_tensors = _base_tensors(model, config, outside_text, seed, is_reward_model, origin)
+    if not is_adapted:
+        base_tensors = _base_tensors(model, base, outside_text, seed, is_reward_model, origin)
     _remove_outside_text(model, outside_text)
 
     # The names of published tensors, and the initial weights, are those of the model as it is now.
-    # It changes below.
     architecture: PreTrainedModel | None = None
     initial_weights: InitialWeights | None = None
     if model.device.type == "meta":
-        initial_weights = InitialWeights(model, config, dtype, seed, is_reward_model)
-        # Another copy, because one that has loaded weights remembers the names of the last ones.
+        # A copy of its own, because a model that has loaded weights remembers their names.
         architecture = copy.deepcopy(model)
-    new_tokens = _change_as_configured(model, config, rows, adapter, initial_weights, seed)
+        initial_weights = InitialWeights(model, folder, seed)
+
+    new_tokens = _fit_vocabulary(model, base, rows, adapter, initial_weights, seed)
+    if base.freeze is not None:
+        _freeze(model, base.freeze)
 
     files = _model_files(model, name, rows, preference)
     files = replace(files, architecture=architecture, base_tensors=base_tensors)
-    if name is None or not has_adapter:
-        files = replace(files, base_dtypes=_base_dtypes(config, base_tensors))
-    else:
+    if is_adapted:
         adapted = _add_adapter(
-            model, lora, adapter, name, origin, new_tokens, seed, is_reward_model
+            model, lora, adapter, str(name), origin, new_tokens, seed, is_reward_model
         )
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
+    elif folder is not None:
+        files = replace(files, base_dtypes=_base_dtypes(folder, base_tensors))
 
     trained = make_causal_lm(
         model,
-        row_length=config.row_length,
+        row_length=base.row_length,
         shares_prompts=preference is not None and rows.metadata.shared,
         gives_scores=is_reward_model,
     )
-    if config.gradient_checkpointing:
-        trained.recompute_blocks(every=1)
-    objective, prepare_batch = _objective(trained, rows, preference)
+    trained.recompute_blocks(every=1 if base.gradient_checkpointing else 0)
     if bitwise:
         _check_no_dropout(trained)
+    objective, prepare_batch = _objective(trained, rows, preference)
 
     weights: Weights | None = None
     if initial_weights is not None:
-        weights = initial_weights.for_parameters_of(trained)
+        weights = with_adapter_weights(trained, initial_weights.for_parameters_of(trained))
     return ModelBundle(
         model=trained,
         files=files,
         weights=weights,
-        start=_start(config, lora, adapter, origin, [*outside_text]),
-        check=functools.partial(_check, trained, rows.is_packed, config.row_length),
+        start=_start(base, lora, adapter, origin, [*outside_text]),
+        check=functools.partial(_check, trained, rows.is_packed, base.row_length),
         check_files=functools.partial(check_origin, name or "", origin),
         objective=objective,
         prepare_batch=prepare_batch,
     )
-
-
-def _change_as_configured(
-    model: "PreTrainedModel",
-    config: ModelConfig,
-    rows: PreparedRows,
-    adapter: Path | None,
-    initial_weights: InitialWeights | None,
-    seed: int,
-) -> list[int]:
-    """Fit a model's vocabulary to its rows, and freeze parameters.
-
-    Returns:
-        The tokens that the model had no embeddings for.
-    """
-    new_tokens = rows.new_tokens
-    if adapter is not None:
-        new_tokens = tokens_of_adapter(model, rows.tokenizer, rows.new_tokens)
-    if initial_weights is not None and (new_tokens or has_token_rows(adapter)):
-        initial_weights.load_embeddings(model)
-    _fit_vocabulary(model, config, rows, new_tokens, seed)
-    if config.freeze is not None:
-        _freeze(model, config.freeze)
-    return new_tokens
 
 
 def _add_adapter(
@@ -258,29 +230,26 @@ def _add_adapter(
     if adapter is not None:
         check_base(adapter, base, origin)
         return load_lora(model, adapter, **options)
-    assert lora is not None
-    return add_lora(model, lora, seed=seed, **options)
+    return add_lora(model, cast(LoraConfig, lora), seed=seed, **options)
 
 
-def _base_dtypes(config: ModelConfig, base_tensors: BaseTensors | None) -> StoredDtypes | None:
+def _base_dtypes(folder: Path, base_tensors: BaseTensors | None) -> StoredDtypes:
     """Return the dtypes of a base, with those of the tensors that a run does not train.
 
     These may be in another folder, if the run starts from a checkpoint.
     """
-    if config.model_name_or_path is None:
-        return None
-    dtypes = stored_dtypes(local_folder(config.model_name_or_path, config.model_revision))
+    dtypes = stored_dtypes(folder)
     if base_tensors is None or base_tensors.folder is None:
         return dtypes
     untrained = stored_dtypes(base_tensors.folder).by_name
     return replace(dtypes, by_name={**untrained, **dtypes.by_name})
 
 
-def _frozen_dtype(config: ModelConfig, precision: str, trains_modules: bool) -> torch.dtype:
+def _frozen_dtype(folder: Path, precision: str, trains_modules: bool) -> torch.dtype:
     """Return the dtype of a frozen base, which is that of its files if it can be trained with.
 
     Args:
-        config: the base.
+        folder: the base.
         precision: Accelerate's mixed precision.
         trains_modules: whether modules beside it are trained in full, in float32.
     """
@@ -288,7 +257,6 @@ def _frozen_dtype(config: ModelConfig, precision: str, trains_modules: bool) -> 
         return torch.bfloat16
     if precision == "no" and trains_modules:
         return torch.float32  # without autocast, a product takes no inputs of two dtypes
-    folder = local_folder(str(config.model_name_or_path), config.model_revision)
     stored = stored_dtypes(folder).main
     if stored == torch.float16 and precision != "fp16":
         # Its activations and their gradients would be float16, too. Small gradients become 0 there
@@ -319,7 +287,7 @@ def _objective(
     return objective, model.prepare_batch
 
 
-def _check_flags(config: ModelConfig, lora: LoraConfig | None, is_reward_model: bool) -> None:
+def _check_flags(config: ModelConfig, lora: LoraConfig | None) -> None:
     """Raise :class:`UserError` if no model is named, or if flags contradict each other."""
     name = config.model_name_or_path
     if not name and not config.from_config:
@@ -332,42 +300,31 @@ def _check_flags(config: ModelConfig, lora: LoraConfig | None, is_reward_model: 
             f"--continue_adapter cannot be combined with --{changed[0]}: the adapter has its own "
             "rank and modules; leave one of them out."
         )
-    if config.continue_adapter and config.freeze:
-        raise UserError(
-            "--continue_adapter cannot be combined with --freeze: everything but the adapter is "
-            "frozen; leave one of them out."
-        )
     has_lora = lora is not None and lora.lora_r > 0
     if has_lora and name is None:
         raise UserError(
             "--lora_r needs --model_name_or_path: an adapter of random weights would be of no use."
         )
-    if has_lora and config.freeze:
+    is_adapted = has_lora or config.continue_adapter
+    if is_adapted and config.freeze:
+        flag = "--lora_r" if has_lora else "--continue_adapter"
         raise UserError(
-            "--freeze cannot be combined with --lora_r: LoRA freezes everything but its own "
-            "matrices; leave one of them out."
+            f"--freeze cannot be combined with {flag}: everything but the adapter is frozen; leave "
+            "one of them out."
         )
-
-
-def _check_positions(text_config: "PreTrainedConfig", config: ModelConfig) -> None:
-    """Raise :class:`UserError` if rows are longer than the model has positions."""
-    length = config.row_length
-    positions = getattr(text_config, "max_position_embeddings", None) or length
-    if length > positions:
-        raise UserError(
-            f"--max_length {length} is more than this model's {positions} positions; use "
-            f"--max_length {positions} or less."
-        )
+    if config.load_in_4bit and not is_adapted:
+        raise UserError("--load_in_4bit needs --lora_r: weights in 4 bits cannot be trained.")
 
 
 def _set_balance_weight(
-    text_config: "PreTrainedConfig", weight: float | None, has_preference: bool
+    model: "PreTrainedModel", weight: float | None, has_preference: bool
 ) -> None:
     """Set the weight of the balancing loss in the configuration of a mixture of experts.
 
     Raises:
         UserError: if the user has set a weight, and the run has no balancing loss.
     """
+    text_config = model.config.get_text_config()
     if not is_mixture_of_experts(text_config):
         if weight is not None:
             raise UserError(
@@ -434,10 +391,7 @@ def _start(
     origin: JsonObject,
     outside_text: list[str],
 ) -> JsonObject:
-    """Return the part of the run's fingerprint that describes where the run starts.
-
-    That is where the initial weights come from, and which of them are trained.
-    """
+    """Return where the run starts, for its fingerprint: initial weights, and which are trained."""
     if adapter is not None:
         origin = {**origin, "adapter": adapter_origin(adapter)}
     start: JsonObject = {
@@ -456,21 +410,26 @@ def _fit_vocabulary(
     model: "PreTrainedModel",
     config: ModelConfig,
     rows: PreparedRows,
-    new_tokens: Collection[int],
+    adapter: Path | None,
+    initial_weights: InitialWeights | None,
     seed: int,
-) -> None:
-    """Add embeddings for tokens that a chat template has added.
+) -> list[int]:
+    """Add embeddings for tokens that a chat template, or an adapter, has added.
 
-    Args:
-        model: the model, which is changed.
-        config: which model, for the error message.
-        rows: the rows to train on.
-        new_tokens: the tokens that may get new embeddings.
-        seed: of these embeddings.
+    The embeddings of a model on the meta device are loaded first, as new ones follow from them.
+
+    Returns:
+        The tokens that may have got new embeddings.
 
     Raises:
         UserError: if other tokens of the tokenizer, or of rows without one, have no embedding.
     """
+    new_tokens = rows.new_tokens
+    if adapter is not None:
+        new_tokens = tokens_of_adapter(model, rows.tokenizer, rows.new_tokens)
+    if initial_weights is not None and (new_tokens or has_token_rows(adapter)):
+        initial_weights.load_embeddings(model)
+
     embeddings = cast(nn.Embedding, model.get_input_embeddings())
     size = len(embeddings.weight)
     if rows.tokenizer is None:
@@ -479,10 +438,9 @@ def _fit_vocabulary(
                 f"the rows hold token {rows.metadata.vocabulary - 1:,}, and the model has a "
                 f"vocabulary of {size:,}; use the model's own tokenizer to make them."
             )
-        return
+        return new_tokens
     needed_size = max(rows.tokenizer.get_vocab().values()) + 1
-    missing_tokens = set(range(size, needed_size))
-    if not missing_tokens <= set(new_tokens):
+    if not set(range(size, needed_size)) <= set(new_tokens):
         name = config.model_name_or_path or config.from_config
         raise UserError(
             f"the tokenizer has {needed_size:,} tokens and {name} a vocabulary of {size:,}; "
@@ -497,6 +455,7 @@ def _fit_vocabulary(
             "tokens",
             f"{', '.join(tokens)} added to the vocabulary: {size:,} -> {needed_size:,}",
         )
+    return new_tokens
 
 
 def _base_tensors(

@@ -1,33 +1,24 @@
-"""Load the weights of a Hugging Face model one part at a time, from safetensors files or a seed.
+"""Initial weights of a Hugging Face model on the meta device: from safetensors files, or a seed.
 
-A part is a block, or a module outside the blocks such as the embedding. The model stays on the
-meta device, and each rank copies its shards out of full tensors. So a rank holds its shards and one
-part.
+The weights are read or initialised a few at a time, and each rank copies its shards out of full
+tensors. So a rank holds its shards and a few tensors, on one process and on many.
 
-``from_pretrained`` needs no more memory. Two CPU ranks with FSDP2 loaded a Llama with 271 million
-parameters as float32, of which each holds 517 MiB. The peak was 519 MiB with ``from_pretrained``
-and ``distributed_config``, 649 MiB with this module, and 1,059 MiB if every rank loads the full
-model before it is sharded (mapped files are not counted).
+``from_pretrained`` (transformers 5.23) converts the names and layouts of published checkpoints in
+the same way, but it cannot do the following:
 
-But ``from_pretrained`` (transformers 5.23) cannot do the following:
-
+- **Fill a model that is already sharded, or has LoRA.** FSDP2 and peft rename parameters.
 - **Shard every checkpoint correctly.** It takes a rank's shard of each stored tensor first, and
-  splits or joins tensors afterwards. If it splits or joins them along the sharded dimension, the
-  weights are silently wrong. On two ranks this happened to 24 of the 35 parameters of a small
-  HRM-Text, and to 2 of the 42 of a small Kimi Linear.
-- **Fill a model that is already sharded.** It shards by its own plans. Ours keep norms in float32,
-  for example, and LoRA has renamed parameters by then.
+  splits or joins tensors afterwards. On two ranks, 24 of the 35 parameters of a small HRM-Text are
+  silently wrong, and 2 of the 42 of a small Kimi Linear.
+- **Hold a few tensors only.** Joined tensors, such as the weights of experts, are in the memory of
+  each rank in full before the model is sharded.
 - **Copy float32 weights.** They stay mapped from the file. If the file is overwritten during a run,
   the weights change. If it is truncated, the process dies of a bus error.
-- **Refuse a checkpoint that does not fit.** If weights are missing, it initialises them. If tied
-  weights differ, it unties them. It only logs both.
-- **Initialise the same weights on any number of ranks.** ``from_config`` initialises the full model
-  on every rank. If the shards are initialised in place instead, the weights depend on the number of
-  ranks.
+- **Refuse a checkpoint that does not fit.** It initialises missing weights, and unties tied weights
+  that differ. It only logs both.
+- **Initialise the same weights on any number of ranks.**
 
-Without sharding, ``from_pretrained`` loads the same weights. It is not used for that, because it
-would be a second path with separate checks. Quantized models are loaded with it, since they are
-never sharded (:mod:`llmtrain.models.meta_models`).
+Quantized models are loaded with it (:mod:`llmtrain.models.meta_models`), as they are never sharded.
 """
 
 import copy
@@ -61,6 +52,8 @@ COMPUTED_BUFFERS = (
     ".attention.masked_bias",
     ".rotary_emb.inv_freq",
 )
+# Stored tensors are converted together up to this size, because each conversion walks the model.
+_BYTES_AT_ONCE = 64 * 2**20
 
 
 class Part(NamedTuple):
@@ -89,8 +82,218 @@ class StoredTensor(NamedTuple):
         return tensor
 
 
+class InitialWeights:
+    """The initial weights of a model, which remember the model as it was built.
+
+    Later it may get new embeddings, and LoRA renames parameters of the layers that it wraps.
+
+    Args:
+        model: the model on the meta device, before any change. Its stored buffers, such as the
+            routing biases of DeepSeek-V3, are loaded at once: they are small, and every rank holds
+            them in full.
+        folder: the folder of the weights; ``None`` for random ones.
+        seed: of random weights, and of a ``score`` head that is not stored.
+    """
+
+    def __init__(self, model: "PreTrainedModel", folder: Path | None, seed: int) -> None:
+        self._original = copy.deepcopy(model)
+        self._original_names = {parameter: name for name, parameter in model.named_parameters()}
+        self._folder = folder
+        self._seed = seed
+        if folder is not None:
+            tensors = model.state_dict(keep_vars=True)
+            parameters = dict(model.named_parameters(remove_duplicate=False))
+            buffers = tensors.keys() - parameters.keys()
+            for name, buffer in stored_weights(self._original, folder, buffers):
+                tensors[name].copy_(buffer)
+
+    def load_embeddings(self, model: "PreTrainedModel") -> None:
+        """Load the input and output embeddings of a model.
+
+        The embeddings of new tokens are made from those of the other tokens.
+        """
+        embeddings = {model.get_input_embeddings(), model.get_output_embeddings()}  # type: ignore[no-untyped-call]
+        names = {
+            f"{module_name}.{name}"
+            for module_name, module in model.named_modules()
+            if module in embeddings
+            for name, _ in module.named_parameters(recurse=False)
+        }
+        names &= {*self._original_names.values()}  # a tied head has no weights of its own
+        for key, weight in self._weights(names):
+            module_name, _, parameter_name = key.rpartition(".")
+            # A clone, because `weight` may be mapped from a file that changes during the run.
+            parameter = nn.Parameter(weight.clone())
+            setattr(model.get_submodule(module_name), parameter_name, parameter)
+        model.tie_weights()
+
+    def for_parameters_of(self, trained: nn.Module) -> Weights:
+        """Return the initial weights of the parameters that are still on the meta device.
+
+        Args:
+            trained: the model after all changes. The weights have its parameters' names.
+        """
+        new_names = {
+            self._original_names[parameter]: name
+            for name, parameter in trained.named_parameters()
+            if parameter.is_meta and parameter in self._original_names
+        }
+        return ((new_names[name], weight) for name, weight in self._weights(new_names))
+
+    def _weights(self, names: Collection[str]) -> Weights:
+        """Return the weights of some of the original model's parameters."""
+        if self._folder is None:
+            return random_weights(self._original, self._seed, names)
+        return stored_weights(self._original, self._folder, names, head_seed=self._seed)
+
+
+# --- stored weights
+
+
+def stored_weights(
+    model: "PreTrainedModel", folder: Path, names: Collection[str], head_seed: int | None = None
+) -> Weights:
+    """Yield weights that are stored in the safetensors files of a folder.
+
+    transformers converts the names and layouts of published checkpoints to those of its class.
+
+    Args:
+        model: the model, whose parameters are on the meta device. It is unchanged afterwards.
+        folder: a folder with ``model.safetensors``, or with several files and their index.
+        names: the parameters and buffers to yield. Tied parameters have the name under which the
+            model lists them.
+        head_seed: the seed of a ``score`` head that is not stored. Without it, that is an error.
+
+    Yields:
+        Names with full tensors on the CPU, in the dtypes of the model. Copy each tensor before you
+        take the next one, because it may be mapped from its file.
+
+    Raises:
+        UserError: if a file cannot be read, if a tensor is missing or has another shape, or if two
+            tied parameters are stored with different values.
+    """
+    tied_names = _tied_names(model)
+    tensors = [*stored_tensors(model, folder)]
+    differing = tied_but_different(model, tensors)
+    if differing is not None:
+        raise UserError(
+            f"{differing} differs from {tied_names[differing]}, to which it is tied; "
+            "set tie_word_embeddings to false in config.json."
+        )
+
+    unread = set(names)
+    wanted = [tensor for tensor in tensors if tied_names.get(tensor.name, tensor.name) in unread]
+    for group in _groups(model, wanted):
+        for stored_name, value in _converted(model, folder, group).items():
+            name = tied_names.get(stored_name, stored_name)
+            if name in unread:  # a tied parameter may be stored twice
+                unread.remove(name)
+                yield name, value
+
+    if head_seed is not None:
+        head = {name for name in unread if name.startswith("score.")}
+        yield from random_weights(model, head_seed, head)
+        unread -= head
+    if unread:
+        raise UserError(f"{folder}: {min(unread)} is missing ({len(unread)} in all).")
+
+
+def tied_but_different(model: nn.Module, tensors: Collection[StoredTensor]) -> str | None:
+    """Return a tied parameter that is stored under both of its names, with different values."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    for name, listed_name in _tied_names(model).items():
+        is_stored_twice = name in by_name and listed_name in by_name
+        if is_stored_twice and not torch.equal(by_name[name].read(), by_name[listed_name].read()):
+            return name
+    return None
+
+
+def _groups(model: nn.Module, tensors: Collection[StoredTensor]) -> Iterator[list[StoredTensor]]:
+    """Yield groups of tensors to convert together. Those of one parameter are in one group."""
+    sizes = {name: value.nbytes for name, value in model.state_dict().items()}
+    by_name: dict[str, list[StoredTensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_name[tensor.name].append(tensor)
+
+    group: list[StoredTensor] = []
+    group_bytes = 0
+    for name, sources in by_name.items():
+        if group and group_bytes + sizes[name] > _BYTES_AT_ONCE:
+            yield group
+            group = []
+            group_bytes = 0
+        group.extend(sources)
+        group_bytes += sizes[name]
+    if group:
+        yield group
+
+
+def _converted(
+    model: "PreTrainedModel", folder: Path, tensors: Collection[StoredTensor]
+) -> dict[str, Tensor]:
+    """Return parameters and buffers of a model, which transformers makes from stored tensors.
+
+    Raises:
+        UserError: if a tensor has another shape than its parameter, or cannot be converted.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    # Open the files each time: pages that were read stay in memory until the file closes.
+    files = {path: safe_open(path, "pt") for path in {tensor.path for tensor in tensors}}
+    slices: dict[str, object] = {}
+    for tensor in tensors:
+        file = files[tensor.path]
+        slices[tensor.key] = file.get_slice(tensor.key)  # type: ignore[no-untyped-call]
+
+    # Conversions remember which tensors they were used for, so each time needs new ones.
+    conversions = cast(
+        "list[WeightRenaming | WeightConverter]", get_model_conversion_mapping(model)
+    )
+    settings = LoadStateDictConfig(device_map={"": "cpu"}, weight_mapping=conversions)
+    before = model.state_dict(keep_vars=True)
+    with _tensors_restored(model):
+        result, _ = convert_and_load_state_dict_in_model(model, slices, settings)
+        after = model.state_dict(keep_vars=True)
+
+    for key, stored_shape, shape in result.mismatched_keys:
+        raise UserError(
+            f"{folder}: {key} has the shape {[*stored_shape]}, but the model needs {[*shape]}."
+        )
+    for error in [*result.conversion_errors.values(), *result.error_msgs]:
+        raise UserError(f"{folder}: {first_line(Exception(error))}")
+    return {name: after[name].detach() for name in after if after[name] is not before[name]}
+
+
+def stored_tensors(model: "PreTrainedModel", folder: Path) -> Iterator[StoredTensor]:
+    """Yield the tensors in the safetensors files of a folder, which are not read yet.
+
+    Raises:
+        UserError: if the index or a file cannot be read.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
+    names = model.state_dict()
+    for path in weight_files(folder):
+        with as_user_error(str(path), first_line):
+            keys = [*safe_open(path, "pt").keys()]  # type: ignore[no-untyped-call]
+        for key in keys:
+            name, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
+            if name not in names:
+                name = key
+            yield StoredTensor(path, key, name)
+
+
+# --- random weights
+
+
 def random_weights(
-    model: "PreTrainedModel", seed: int, modules: Collection[nn.Module] = ()
+    model: "PreTrainedModel", seed: int, names: Collection[str] | None = None
 ) -> Weights:
     """Yield random initial weights, as the model's class initialises them.
 
@@ -101,7 +304,7 @@ def random_weights(
     Args:
         model: the model, on the meta device. It is on the meta device again after each part.
         seed: the seed of the run.
-        modules: yield only the weights of these parts of the model. If empty, yield all weights.
+        names: the parameters to yield; all of them by default.
 
     Yields:
         Names of parameters with full tensors on the CPU, in float32 or wider.
@@ -109,14 +312,22 @@ def random_weights(
     Raises:
         UserError: if the class does not initialise a parameter.
     """
-    stream = _ParameterStream(model)
+    listed_names = {parameter: name for name, parameter in model.named_parameters()}
+    missing = set(listed_names.values() if names is None else names)
     values_by_owner: dict[type[nn.Module], dict[str, Tensor]] = {}
-    for part in _selected_parts(model, modules):
+    for part in model_parts(model):
+        own_names = {own: listed_names[p] for own, p in part.module.named_parameters(part.name)}
+        if missing.isdisjoint(own_names.values()):
+            continue
         # In its place in the model, because a class may ask for the name of a module.
-        with _parameters_restored(part.module):
+        with _tensors_restored(part.module):
             _initialise(model, part, seed)
-            for name, initialised in stream.new_parameters(part.name, part.module):
-                tensor = initialised
+            for own_name, parameter in part.module.named_parameters(part.name):
+                name = own_names[own_name]
+                if name not in missing:  # a tied parameter belongs to several parts
+                    continue
+                missing.remove(name)
+                tensor = parameter.detach()
                 if tensor.isnan().any():
                     owner = type(model.get_submodule(name.rpartition(".")[0]))
                     if owner not in values_by_owner:
@@ -209,72 +420,6 @@ def _values_set_by_init(
     }
 
 
-def stored_weights(
-    model: "PreTrainedModel",
-    folder: Path,
-    dtype: torch.dtype,
-    modules: Collection[nn.Module] = (),
-    head_seed: int | None = None,
-) -> Weights:
-    """Yield the weights that are stored in the safetensors files of a folder.
-
-    transformers converts names and layouts of published checkpoints to those of its model class.
-
-    Args:
-        model: the model, on the meta device. It is on the meta device again after each part.
-        folder: a folder with ``model.safetensors``, or with several files and their index.
-        dtype: of the result.
-        modules: yield only the weights of these parts of the model. If empty, yield all weights.
-        head_seed: the seed of a missing ``score`` head. If it is ``None``, the head must be stored.
-
-    Yields:
-        Names of parameters with full tensors on the CPU. Copy each tensor before you take the next
-        one, because it may be mapped from its file.
-
-    Raises:
-        UserError: if a file cannot be read, if a parameter is missing or has another shape, or if
-            two tied parameters are stored with different values.
-    """
-    tied_names = _tied_names(model)
-    tensors = [*stored_tensors(model, folder)]
-    stored_twice = {tied_names[tensor.name] for tensor in tensors if tensor.name in tied_names}
-    tensors_of_part = _group_by_part(model, tensors)
-
-    stream = _ParameterStream(model, stored_twice)
-    for part in _selected_parts(model, modules):
-        with _parameters_restored(part.module):
-            _load_part(model, folder, tensors_of_part[part.name], dtype)
-            yield from stream.new_parameters(part.name, part.module)
-    if modules:
-        return
-
-    missing = {name for name, _ in model.named_parameters()} - stream.names
-    if head_seed is not None and "score.weight" in missing:
-        head = model.get_submodule("score")
-        yield from random_weights(model, head_seed, [head])
-        missing -= {name for name, _ in head.named_parameters("score")}
-    _check_none_missing(folder, missing)
-
-
-def load_buffers(model: "PreTrainedModel", folder: Path) -> None:
-    """Load the buffers that are stored with a model, such as the routing biases of DeepSeek-V3.
-
-    Buffers are small, and every rank holds them in full.
-
-    Raises:
-        UserError: if a file cannot be read, or if a buffer is missing.
-    """
-    buffers = {
-        name: tensor.detach()
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if not isinstance(tensor, nn.Parameter)
-    }
-    for stored in stored_tensors(model, folder):
-        if stored.name in buffers:
-            buffers.pop(stored.name).copy_(stored.read())
-    _check_none_missing(folder, buffers.keys())
-
-
 def model_parts(model: nn.Module) -> list[Part]:
     """Return the parts of a model whose weights are loaded together.
 
@@ -295,47 +440,7 @@ def model_parts(model: nn.Module) -> list[Part]:
     return parts
 
 
-class _ParameterStream:
-    """Yields each parameter once, although a tied parameter belongs to several modules.
-
-    Attributes:
-        names: the names that were yielded.
-    """
-
-    def __init__(self, model: "PreTrainedModel", stored_twice: Collection[str] = ()) -> None:
-        """Begin a stream.
-
-        Args:
-            model: the model, which knows the names that tied parameters share.
-            stored_twice: tied parameters that a checkpoint stores under a second name, too. Both
-                values must agree, because ``from_pretrained`` unties parameters that differ.
-        """
-        self.names: set[str] = set()
-        self._tied_names = _tied_names(model)
-        self._stored_twice = stored_twice
-        self._first_values: dict[str, Tensor] = {}
-
-    def new_parameters(self, prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield those parameters of a module that have values and were not yielded before.
-
-        Raises:
-            UserError: if a parameter was yielded before, under its other name, and differs.
-        """
-        for own_name, parameter in module.named_parameters(prefix):
-            if parameter.is_meta:
-                continue
-            tensor = parameter.detach()
-            name = self._tied_names.get(own_name, own_name)
-            if name not in self.names:
-                self.names.add(name)
-                if name in self._stored_twice:
-                    self._first_values[name] = tensor
-                yield name, tensor
-            elif name in self._first_values and not torch.equal(self._first_values[name], tensor):
-                raise UserError(
-                    f"{own_name} differs from {name}, to which it is tied; "
-                    "set tie_word_embeddings to false in config.json."
-                )
+# --- names and tensors of the model
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
@@ -348,103 +453,18 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _selected_parts(model: nn.Module, modules: Collection[nn.Module]) -> Iterator[Part]:
-    """Yield all parts of a model, or those that are in ``modules`` if it is not empty."""
-    for part in model_parts(model):
-        if not modules or part.module in modules:
-            yield part
-
-
-def _group_by_part(
-    model: nn.Module, tensors: Collection[StoredTensor]
-) -> dict[str, list[StoredTensor]]:
-    """Return the stored tensors of each part. Tensors that the model does not have are left out."""
-    part_of_name: dict[str, str] = {}
-    for part in model_parts(model):
-        prefix = f"{part.name}." if part.name else ""
-        for name in part.module.state_dict(prefix=prefix):
-            part_of_name[name] = part.name
-
-    groups: dict[str, list[StoredTensor]] = defaultdict(list)
-    for tensor in tensors:
-        if tensor.name in part_of_name:
-            groups[part_of_name[tensor.name]].append(tensor)
-    return groups
-
-
 @contextmanager
-def _parameters_restored(module: nn.Module) -> Iterator[None]:
-    """Restore the present parameters of a module, which are on the meta device, on exit."""
-    parameters = []
+def _tensors_restored(module: nn.Module) -> Iterator[None]:
+    """Restore the present parameters and buffers of a module on exit."""
+    tensors = []
     for owner in module.modules():
-        for name, parameter in owner.named_parameters(recurse=False):
-            parameters.append((owner, name, parameter))
+        for name, tensor in [
+            *owner.named_parameters(recurse=False),
+            *owner.named_buffers(recurse=False),
+        ]:
+            tensors.append((owner, name, tensor))
     try:
         yield
     finally:
-        for owner, name, parameter in parameters:
-            setattr(owner, name, parameter)
-
-
-def _load_part(
-    model: "PreTrainedModel", folder: Path, tensors: Collection[StoredTensor], dtype: torch.dtype
-) -> None:
-    """Replace parameters of a model by stored tensors, converted by transformers.
-
-    Raises:
-        UserError: if a tensor has another shape than its parameter, or cannot be converted.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig
-
-    # Open the files again for each part: pages that were read stay in memory until the file closes.
-    paths = {tensor.path for tensor in tensors}
-    files = {path: safe_open(path, "pt") for path in paths}
-    slices: dict[str, object] = {}
-    for tensor in tensors:
-        file = files[tensor.path]
-        slices[tensor.key] = file.get_slice(tensor.key)  # type: ignore[no-untyped-call]
-
-    # Conversions remember which tensors they were used for, so each part needs new ones.
-    conversions = cast(
-        "list[WeightRenaming | WeightConverter]", get_model_conversion_mapping(model)
-    )
-    settings = LoadStateDictConfig(dtype=dtype, device_map={"": "cpu"}, weight_mapping=conversions)
-    result, _ = convert_and_load_state_dict_in_model(model, slices, settings)
-
-    for key, stored_shape, shape in result.mismatched_keys:
-        raise UserError(
-            f"{folder}: {key} has the shape {[*stored_shape]}, but the model needs {[*shape]}."
-        )
-    for error in [*result.conversion_errors.values(), *result.error_msgs]:
-        raise UserError(f"{folder}: {first_line(Exception(error))}")
-
-
-def _check_none_missing(folder: Path, missing: Collection[str]) -> None:
-    """Raise :class:`UserError` if parameters or buffers are missing."""
-    if missing:
-        raise UserError(f"{folder}: {min(missing)} is missing ({len(missing)} in all).")
-
-
-def stored_tensors(model: "PreTrainedModel", folder: Path) -> Iterator[StoredTensor]:
-    """Yield the tensors in the safetensors files of a folder, which are not read yet.
-
-    Raises:
-        UserError: if the index or a file cannot be read.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    mapping = get_model_conversion_mapping(model)
-    renamings = [conversion for conversion in mapping if isinstance(conversion, WeightRenaming)]
-    converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
-    names = model.state_dict()
-    for path in weight_files(folder):
-        with as_user_error(str(path), first_line):
-            keys = [*safe_open(path, "pt").keys()]  # type: ignore[no-untyped-call]
-        for key in keys:
-            name, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
-            if name not in names:
-                name = key
-            yield StoredTensor(path, key, name)
+        for owner, name, tensor in tensors:
+            setattr(owner, name, tensor)

@@ -12,7 +12,6 @@ from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.models import packing_support
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.meta_models import configuration_of
 from llmtrain.parallel.placement import place
 from recipes import finetune, preference
 from tests.data.preparation import log_lines, write_records
@@ -107,7 +106,7 @@ def test_a_class_that_was_not_tried_is_not_packed_and_the_log_names_the_flag(
 def test_a_model_is_packed_only_if_the_code_of_transformers_runs(
     tmp_path: Path, trusts_code: bool
 ) -> None:
-    config = configuration_of(ModelConfig(from_config="llama"), None)
+    config = ModelConfig(from_config="llama").configuration()
     config.auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     config.save_pretrained(tmp_path)
     (tmp_path / "modeling_own.py").write_text("raise SystemExit('it was run')")

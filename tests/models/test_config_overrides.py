@@ -8,13 +8,13 @@ import pytest
 from transformers import AutoConfig
 
 from llmtrain.errors import UserError
-from llmtrain.models.config import ModelConfig, parse_overrides
-from llmtrain.models.meta_models import configuration_of, model_configuration
+from llmtrain.models.config import ModelConfig
+from llmtrain.models.configuration import parse_overrides
 
 
 def head_dim_of(source: str, overrides: str) -> int | None:
     """Return ``head_dim`` of the configuration that ``--from_config`` and overrides make."""
-    config = configuration_of(ModelConfig(from_config=source, config_overrides=overrides), None)
+    config = ModelConfig(from_config=source, config_overrides=overrides).configuration()
     return getattr(config, "head_dim", None)
 
 
@@ -56,12 +56,9 @@ def test_heads_of_a_model_follow_only_if_they_divided_its_width(
     assert head_dim_of(str(tmp_path), overrides) == expected
 
 
-@pytest.mark.parametrize(
-    "overrides", ["pad_token_id=null,hidden_size=", "hidden_size=8,n=1,hidden_size=16"]
-)
-def test_a_key_without_a_value_and_a_key_twice_are_refused(overrides: str) -> None:
+def test_overrides_of_another_form_are_refused_before_the_data_are_read() -> None:
     with pytest.raises(UserError, match="write key=value,key=value"):
-        parse_overrides(overrides)
+        ModelConfig(from_config="llama", config_overrides="hidden_size=[8")
 
 
 def test_from_config_may_be_a_folder_unless_it_is_the_name_of_a_model_type(
@@ -82,7 +79,7 @@ def test_a_configuration_with_a_billion_layers_is_an_error_at_once(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(config))
     for source in ("model_name_or_path", "from_config"):
         with pytest.raises(UserError, match="num_hidden_layers"):
-            model_configuration(ModelConfig(**{source: str(tmp_path)}))
+            ModelConfig(**{source: str(tmp_path)}).configuration()
 
 
 @pytest.mark.parametrize(

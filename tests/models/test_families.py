@@ -30,7 +30,6 @@ from llmtrain.interfaces.batches import IGNORED, Batch, count_targets
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.documents import Documents
 from llmtrain.models.lora import add_lora
-from llmtrain.models.meta_models import configuration_of
 from llmtrain.models.probe import leaks, probe_output
 from llmtrain.models.weight_loading import random_weights
 from llmtrain.parallel.placement import place
@@ -398,7 +397,7 @@ def built_at_once(
         model = AutoModelForCausalLM.from_pretrained(base)
     else:
         config = lt.ModelConfig(from_config=base, config_overrides=OVERRIDES, max_length=64)
-        model = AutoModelForCausalLM.from_config(configuration_of(config, tokenizer))
+        model = AutoModelForCausalLM.from_config(config.configuration(tokenizer))
         fill(dict(model.named_parameters()), random_weights(model, 3))
 
     new_tokens = [*range(VOCABULARY, len(tokenizer))]
@@ -525,7 +524,7 @@ def test_recipes_fit_max_length_to_the_model(recipe, model_of_32_positions, monk
         ({"from_config": "llama", "freeze": "nothing"}, "matches no parameter"),
         ({"from_config": "llama", "freeze": "."}, "matches every parameter"),
         ({"from_config": "llama", "load_in_4bit": True}, "--load_in_4bit needs "),
-        ({"model_name_or_path": "nowhere/at-all"}, "--model_name_or_path nowhere/at-all: "),
+        ({"model_name_or_path": "nowhere/at-all"}, "nowhere/at-all is no folder"),
     ],
 )
 def test_settings_that_make_no_model_are_one_line(load, flags, message):

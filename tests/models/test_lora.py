@@ -25,7 +25,6 @@ from llmtrain.errors import UserError
 from llmtrain.models.adapters import merged_folder, merged_model, write_merged
 from llmtrain.models.export import how_to_load
 from llmtrain.models.generation import TextModel
-from llmtrain.models.meta_models import configuration_of
 from llmtrain.parallel.shards import fill
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState
@@ -71,7 +70,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             max_length=64,
         )
         torch.manual_seed(len(folders))
-        model = AutoModelForCausalLM.from_config(configuration_of(config, byte_tokenizer()))
+        model = AutoModelForCausalLM.from_config(config.configuration(byte_tokenizer()))
         model.save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
         return folder
@@ -808,7 +807,7 @@ def test_a_broken_adapter_is_refused(adapt, tmp_path, file, content):
     [
         ({}, {"lora_r": 4}, "cannot be combined with --lora_r"),
         ({}, {"lora_alpha": 4}, "cannot be combined with --lora_alpha"),
-        ({"freeze": "norm"}, {}, "cannot be combined with --freeze"),
+        ({"freeze": "norm"}, {}, "--freeze cannot be combined with --continue_adapter"),
     ],
 )
 def test_flags_that_contradict_continue_adapter_are_refused(

@@ -15,7 +15,6 @@ import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED, Batch
 from llmtrain.models.gpt_family import build_gpt
-from llmtrain.models.meta_models import configuration_of
 from llmtrain.training import compiling
 from tests.engines import engine_of, split
 from tests.models.small_models import byte_tokenizer, gradients_of
@@ -57,7 +56,7 @@ def build(load, tmp_path: Path) -> Callable[..., lt.ModelBundle]:
         )
         if not lora:
             return load(hub_config)
-        config = configuration_of(hub_config, byte_tokenizer())
+        config = hub_config.configuration(byte_tokenizer())
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
         return load(lt.ModelConfig(str(tmp_path), max_length=64), lt.LoraConfig(**lora))
 

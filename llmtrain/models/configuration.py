@@ -1,0 +1,160 @@
+"""The configuration of a model with random weights, from the name of its type or of a model."""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from llmtrain.config.unknown_names import did_you_mean
+from llmtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+# A slip of the finger would otherwise build layers until the memory is full.
+MAX_LAYERS = 10_000
+
+# Sizes of a model that only its type names, for a laptop. Each configuration takes the ones it has.
+_SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rotary_dim": 32,
+    # mixture of experts
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    # latent attention
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+}
+
+
+def is_model_type(name: str) -> bool:
+    """Return whether ``--from_config`` names a model type, not a folder or a model of the hub.
+
+    A model type is one even if there is such a folder.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return name in CONFIG_MAPPING
+
+
+def new_configuration(
+    name: str,
+    *,
+    overrides: dict[str, object],
+    row_length: int,
+    tokenizer: "PreTrainedTokenizerFast | None" = None,
+    trust_remote_code: bool = False,
+) -> "PreTrainedConfig":
+    """Return the configuration of a model with random weights.
+
+    It also raises whatever transformers raises.
+
+    Args:
+        name: a model type, which gets the sizes of a small model, or a model whose configuration
+            is used.
+        overrides: values that take precedence. If they change the width or the number of attention
+            heads, the size of a head follows.
+        row_length: the positions of a model of a type.
+        tokenizer: its size is the vocabulary. Without it, the vocabulary is that of the class.
+        trust_remote_code: run code that comes with the model.
+
+    Raises:
+        UserError: if the configuration does not have a key of ``overrides``.
+    """
+    from transformers import AutoConfig
+
+    is_type = is_model_type(name)
+    make: Callable[..., PreTrainedConfig] = AutoConfig.for_model
+    if not is_type:
+        make = functools.partial(AutoConfig.from_pretrained, trust_remote_code=trust_remote_code)
+    original = make(name)
+    original_values = original.to_dict()
+    has_latent_attention = "qk_rope_head_dim" in original_values
+
+    valid_keys = {*original_values, *original.attribute_map}
+    for key in overrides.keys() - valid_keys:
+        raise UserError(
+            f"--config_overrides: {original.model_type} has no '{key}'"
+            f"{did_you_mean(key, valid_keys)}"
+        )
+
+    sizes: dict[str, object] = {}
+    if is_type:
+        sizes = {"max_position_embeddings": row_length, **_SMALL}
+        if has_latent_attention:
+            # Each attention head has its own key, in two parts with their own sizes.
+            del sizes["head_dim"]
+            sizes["num_key_value_heads"] = overrides.get(
+                "num_attention_heads", sizes["num_attention_heads"]
+            )
+    if tokenizer is not None:
+        sizes["vocab_size"] = max(tokenizer.get_vocab().values()) + 1
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            sizes[token] = getattr(tokenizer, token)
+    values = {key: value for key, value in sizes.items() if key in valid_keys} | overrides
+
+    # Some classes, such as GPT-2's, have their own names for the common keys.
+    renamed = {original.attribute_map.get(key, key): value for key, value in values.items()}
+    if not _changes_heads(overrides, original):
+        return make(name, **renamed)
+    if is_type and not has_latent_attention:
+        # The class chooses: Llama divides the width among the heads, and Qwen3 always has 128.
+        renamed.pop("head_dim", None)
+    changed = make(name, **renamed)
+    heads = original.num_attention_heads
+    divides_width = original_values.get("head_dim") == original.hidden_size / heads
+    if divides_width and not is_type:
+        renamed["head_dim"] = changed.hidden_size // changed.num_attention_heads
+    return make(name, **renamed)
+
+
+def _changes_heads(overrides: dict[str, object], original: "PreTrainedConfig") -> bool:
+    """Return whether overrides change the width or the number of heads, but not ``head_dim``."""
+    names = original.attribute_map
+    changed_keys = {names.get(key, key) for key in overrides}
+    size_keys = {names.get(key, key) for key in ("hidden_size", "num_attention_heads")}
+    has_heads = hasattr(original, "num_attention_heads")
+    return has_heads and bool(changed_keys & size_keys) and "head_dim" not in changed_keys
+
+
+class _OverridesLoader(yaml.SafeLoader):
+    """Reads numbers such as 1e-6, which are text to YAML 1.1, as Python does."""
+
+
+_OverridesLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    [*"-+.0123456789"],
+)
+
+
+def parse_overrides(text: str) -> dict[str, Any]:
+    """Parse ``--config_overrides``: ``key=value,key=value`` with YAML values.
+
+    Raises:
+        UserError: if the text has another form.
+    """
+    values: object = None
+    with contextlib.suppress(yaml.YAMLError):
+        values = yaml.load("{" + text.replace("=", ": ") + "}", Loader=_OverridesLoader)
+    if not isinstance(values, dict):
+        raise UserError(f"--config_overrides {text}: write key=value,key=value.")
+    return values
