@@ -1,7 +1,8 @@
 """Count what a flow of the package passes: functions, modules and records.
 
 ``python tools/flows.py chat`` prints it for a conversation on its way from JSON to rows on disk,
-and ``python tools/flows.py batch`` for such a row on its way from disk to a tensor. ``--list``
+and ``python tools/flows.py batch`` for such a row on its way from disk to a tensor.
+``python tools/flows.py model`` prints it for a model from its name to the first loss. ``--list``
 prints the names, too. Comprehensions and lambdas are part of the function that has them.
 """
 
@@ -87,7 +88,31 @@ def first_batch(folder: Path) -> Callable[[], Any]:
     return load
 
 
-FLOWS = {"chat": rows_of_chats, "batch": first_batch}
+def first_loss(folder: Path) -> Callable[[], Any]:
+    """Return a function that loads a model by the name of its folder, and computes a loss."""
+    from accelerate import Accelerator
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import llmtrain as lt
+    from llmtrain.parallel.placement import place
+
+    rows = rows_of_chats(folder)()
+    [batch, *_] = first_batch(folder)()
+    sizes = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("llama", **sizes, num_key_value_heads=2, intermediate_size=96)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+    model_config = lt.ModelConfig(str(folder / "base"), max_length=128)
+    accelerator = Accelerator(cpu=True)
+
+    def compute() -> Any:
+        bundle = lt.load_model(model_config, lora=None, rows=rows, seed=0, precision="no")
+        model = place(accelerator, bundle).model
+        return model(**batch, **bundle.prepare_batch(batch))
+
+    return compute
+
+
+FLOWS = {"chat": rows_of_chats, "batch": first_batch, "model": first_loss}
 
 
 def main() -> None:

@@ -21,11 +21,12 @@ from llmtrain.model_folders import (
 )
 from llmtrain.models.configuration import (
     MAX_LAYERS,
+    is_hub_kernel,
     is_model_type,
     new_configuration,
     parse_overrides,
+    refuse_hub_attention,
 )
-from llmtrain.models.hub_models import is_hub_kernel, refuse_hub_attention
 from llmtrain.planning import current_plan
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The configuration of a model with random weights, from the name of its type or of a model."""
+"""The configuration of a model of transformers: its type, its sizes, and what it may ask for."""
 
 import contextlib
 import functools
@@ -133,6 +133,30 @@ def _changes_heads(overrides: dict[str, object], original: "PreTrainedConfig") -
     size_keys = {names.get(key, key) for key in ("hidden_size", "num_attention_heads")}
     has_heads = hasattr(original, "num_attention_heads")
     return has_heads and bool(changed_keys & size_keys) and "head_dim" not in changed_keys
+
+
+def is_hub_kernel(attention: str | None) -> bool:
+    """Return whether transformers would download an attention as a compiled kernel from the hub."""
+    return "/" in (attention or "")
+
+
+def refuse_hub_attention(config: "PreTrainedConfig", name: str) -> None:
+    """Raise :class:`UserError` if a model's configuration asks for a compiled kernel of the hub.
+
+    Args:
+        config: the configuration of the model, or of a part of it.
+        name: the folder or hub name of the model.
+    """
+    attention: str | None = config._attn_implementation
+    if is_hub_kernel(attention):
+        raise UserError(
+            f"{name}: its config.json asks for the attention {attention}, a program on the hub; "
+            "choose another one with --attn_implementation sdpa, or remove it from config.json."
+        )
+    for key in config.sub_configs:
+        part = getattr(config, key, None)
+        if part is not None:
+            refuse_hub_attention(part, name)
 
 
 class _OverridesLoader(yaml.SafeLoader):

@@ -12,6 +12,7 @@ from llmtrain.file_digests import file_digest
 from llmtrain.files import read_object
 from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import ADAPTER_WEIGHTS, DATA_ONLY, check_model_files, is_adapter
+from llmtrain.models.configuration import refuse_hub_attention
 from llmtrain.once_per_machine import once_per_machine
 
 if TYPE_CHECKING:
@@ -50,30 +51,6 @@ def auto_class(model_config: "PreTrainedConfig") -> Any:
     if names is None or not is_of_transformers:  # the model may bring its own class
         return transformers.AutoModelForCausalLM
     return getattr(transformers, names[1])
-
-
-def is_hub_kernel(attention: str | None) -> bool:
-    """Return whether transformers would download an attention as a compiled kernel from the hub."""
-    return "/" in (attention or "")
-
-
-def refuse_hub_attention(config: "PreTrainedConfig", name: str) -> None:
-    """Raise :class:`UserError` if a model's configuration asks for a compiled kernel of the hub.
-
-    Args:
-        config: the configuration of the model, or of a part of it.
-        name: the folder or hub name of the model.
-    """
-    attention: str | None = config._attn_implementation
-    if is_hub_kernel(attention):
-        raise UserError(
-            f"{name}: its config.json asks for the attention {attention}, a program on the hub; "
-            "choose another one with --attn_implementation sdpa, or remove it from config.json."
-        )
-    for key in config.sub_configs:
-        part = getattr(config, key, None)
-        if part is not None:
-            refuse_hub_attention(part, name)
 
 
 def without_weights(build: Callable[[], "PreTrainedModel"]) -> "PreTrainedModel":

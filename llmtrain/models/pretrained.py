@@ -35,11 +35,12 @@ from llmtrain.models.base_tensors import (
 )
 from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
 from llmtrain.models.config import ModelConfig
+from llmtrain.models.configuration import is_hub_kernel
 from llmtrain.models.continued_lora import load_lora, tokens_of_adapter
 from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
 from llmtrain.models.expert_objective import ExpertObjective
 from llmtrain.models.export import PROCESSOR_FILES, ModelFiles, config_values
-from llmtrain.models.hub_models import check_origin, is_hub_kernel, local_folder, origin_of
+from llmtrain.models.hub_models import check_origin, local_folder, origin_of
 from llmtrain.models.lora import AdapterFiles, add_lora, with_adapter_weights
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.meta_models import build_model

@@ -56,13 +56,6 @@ COMPUTED_BUFFERS = (
 _BYTES_AT_ONCE = 64 * 2**20
 
 
-class Part(NamedTuple):
-    """A block of a model, or a module outside the blocks that has parameters itself."""
-
-    name: str
-    module: nn.Module
-
-
 class StoredTensor(NamedTuple):
     """A tensor in a checkpoint.
 
@@ -315,14 +308,14 @@ def random_weights(
     listed_names = {parameter: name for name, parameter in model.named_parameters()}
     missing = set(listed_names.values() if names is None else names)
     values_by_owner: dict[type[nn.Module], dict[str, Tensor]] = {}
-    for part in model_parts(model):
-        own_names = {own: listed_names[p] for own, p in part.module.named_parameters(part.name)}
+    for part_name, part in _parts(model):
+        own_names = {own: listed_names[p] for own, p in part.named_parameters(part_name)}
         if missing.isdisjoint(own_names.values()):
             continue
         # In its place in the model, because a class may ask for the name of a module.
-        with _tensors_restored(part.module):
-            _initialise(model, part, seed)
-            for own_name, parameter in part.module.named_parameters(part.name):
+        with _tensors_restored(part):
+            _initialise(model, part_name, part, seed)
+            for own_name, parameter in part.named_parameters(part_name):
                 name = own_names[own_name]
                 if name not in missing:  # a tied parameter belongs to several parts
                     continue
@@ -341,18 +334,18 @@ def random_weights(
                 yield name, tensor
 
 
-def _initialise(model: "PreTrainedModel", part: Part, seed: int) -> None:
+def _initialise(model: "PreTrainedModel", part_name: str, part: nn.Module, seed: int) -> None:
     """Make the parameters of a part real, and initialise them as the model's class does.
 
     Parameters that the class leaves alone are NaN afterwards.
     """
     from transformers import PreTrainedModel, initialization
 
-    _fill_with_nan(part.module)
+    _fill_with_nan(part)
     # Children come first, because a module may initialise parameters of its children.
-    inner = [*part.module.named_modules(prefix=part.name)]
+    inner = [*part.named_modules(prefix=part_name)]
     outer = []
-    name = part.name
+    name = part_name
     while name:
         name = name.rpartition(".")[0]
         outer.append((name, model.get_submodule(name)))
@@ -366,7 +359,7 @@ def _initialise(model: "PreTrainedModel", part: Part, seed: int) -> None:
     ):
         for name, module in [*reversed(inner), *outer]:
             # `torch.manual_seed` would also seed devices of every kind, which takes 0.3 ms.
-            torch.default_generator.manual_seed(seed_of(seed, name, part.name))
+            torch.default_generator.manual_seed(seed_of(seed, name, part_name))
             containing = [key for key in submodels if not key or f"{name}.".startswith(f"{key}.")]
             submodel = submodels[max(containing, key=len)]  # the innermost
             submodel._init_weights(module)  # type: ignore[no-untyped-call]
@@ -420,13 +413,12 @@ def _values_set_by_init(
     }
 
 
-def model_parts(model: nn.Module) -> list[Part]:
-    """Return the parts of a model whose weights are loaded together.
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the parts of a model that are initialised together, with their names.
 
-    Only one part is in memory at a time, so a part should be no larger than a block.
+    A part is a block, or a module outside the blocks that has parameters itself.
     """
     classes = block_classes(model)
-    parts: list[Part] = []
     blocks: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(f"{block}.") for block in blocks):
@@ -436,8 +428,7 @@ def model_parts(model: nn.Module) -> list[Part]:
         if is_block:
             blocks.append(name)
         if is_block or has_parameters:
-            parts.append(Part(name, module))
-    return parts
+            yield name, module
 
 
 # --- names and tensors of the model
