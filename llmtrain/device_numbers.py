@@ -1,4 +1,4 @@
-"""Numbers that the device computes now and the host reads later.
+"""Numbers that the device computes now and the host reads later, and how precise they can be.
 
 Reading them does not wait for kernels that were launched after them.
 """
@@ -7,6 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """Return the most precise type of floating-point numbers that a device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 class DeviceNumbers:

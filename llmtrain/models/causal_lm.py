@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
 from llmtrain.models.attention import ATTENTION_NAME
-from llmtrain.models.balancing_loss import is_mixture_of_experts
 from llmtrain.models.documents import Documents
+from llmtrain.models.experts import is_mixture_of_experts
 from llmtrain.models.loss import (
     inputs_of,
     linear_nll,

@@ -27,7 +27,6 @@ from llmtrain.models.adapters import (
     trains_whole_modules,
 )
 from llmtrain.models.answers import AnswerRows
-from llmtrain.models.balancing_loss import balance_weight, is_mixture_of_experts
 from llmtrain.models.base_tensors import (
     BaseTensors,
     random_base_tensors,
@@ -38,7 +37,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.configuration import is_hub_kernel
 from llmtrain.models.continued_lora import load_lora, tokens_of_adapter
 from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
-from llmtrain.models.expert_objective import ExpertObjective
+from llmtrain.models.experts import ExpertObjective, balance_weight, is_mixture_of_experts
 from llmtrain.models.export import PROCESSOR_FILES, ModelFiles, config_values
 from llmtrain.models.hub_models import check_origin, local_folder, origin_of
 from llmtrain.models.lora import AdapterFiles, add_lora, with_adapter_weights

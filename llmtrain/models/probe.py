@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from llmtrain.errors import UserError, first_line, is_out_of_memory
 from llmtrain.interfaces.batches import Batch
 from llmtrain.models.attention import ATTENTION_NAME, register
-from llmtrain.models.balancing_loss import is_mixture_of_experts
 from llmtrain.models.causal_lm import (
     CausalLM,
     LossHead,
@@ -26,6 +25,7 @@ from llmtrain.models.causal_lm import (
     softcap_of,
 )
 from llmtrain.models.documents import Documents
+from llmtrain.models.experts import is_mixture_of_experts
 from llmtrain.models.towers import outermost_modules
 from llmtrain.parallel.blocks import blocks_of, reshard
 

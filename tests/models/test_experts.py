@@ -10,7 +10,7 @@ import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED, Batch
 from llmtrain.interfaces.objective import Objective
-from llmtrain.models.balancing_loss import balancing_loss, routed_positions
+from llmtrain.models.experts import balancing_loss, routed_positions
 from llmtrain.parallel.engine import Engine
 from tests.engines import engine_of, split
 from tests.families import OVERRIDES
@@ -100,7 +100,7 @@ def test_the_loss_of_one_micro_batch_is_that_of_transformers(
     balance_loss = objective.prepass(engine, [batch], totals)["balance_loss"]
 
     model.zero_grad()
-    is_routed = routed_positions(batch["labels"][:, 1:]).view(ROWS, -1)
+    is_routed = routed_positions(batch["labels"]).view(ROWS, -1)
     output = model(
         batch["input_ids"][:, :-1],
         attention_mask=is_routed.long(),
@@ -199,6 +199,7 @@ def test_the_logged_loss_is_the_nll_without_the_balancing_loss(
 
 
 def test_padding_and_rows_without_targets_are_not_balanced() -> None:
-    targets = torch.tensor([[IGNORED, 5, IGNORED, 7, IGNORED], [IGNORED] * 5, [1, 2, 3, 4, 5]])
+    targets = [[IGNORED, 5, IGNORED, 7, IGNORED], [IGNORED] * 5, [1, 2, 3, 4, 5]]
+    labels = torch.tensor([[0, *targets_of_row] for targets_of_row in targets])
     is_routed = [[True, True, True, True, False], [False] * 5, [True] * 5]
-    assert routed_positions(targets).view(3, 5).tolist() == is_routed
+    assert routed_positions(labels).view(3, 5).tolist() == is_routed
