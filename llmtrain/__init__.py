@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.models.lora_config import LoraConfig as LoraConfig
     from llmtrain.models.loss import summed_nll as summed_nll
     from llmtrain.models.preference import Answers as Answers
+    from llmtrain.models.preference import PreferenceConfig as PreferenceConfig
     from llmtrain.models.preference import PreferenceLoss as PreferenceLoss
-    from llmtrain.models.preference_config import PreferenceConfig as PreferenceConfig
     from llmtrain.models.pretrained import load_model as load_model
     from llmtrain.parallel.config import ParallelConfig as ParallelConfig
     from llmtrain.record.resume import newest_model as newest_model
@@ -84,7 +84,7 @@ _MODULES = {
     "summed_nll": "llmtrain.models.loss",
     "Answers": "llmtrain.models.preference",
     "PreferenceLoss": "llmtrain.models.preference",
-    "PreferenceConfig": "llmtrain.models.preference_config",
+    "PreferenceConfig": "llmtrain.models.preference",
     "load_model": "llmtrain.models.pretrained",
     "ParallelConfig": "llmtrain.parallel.config",
     "newest_model": "llmtrain.record.resume",

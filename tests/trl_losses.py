@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from llmtrain.models.preference_config import PreferenceConfig
+from llmtrain.models.preference import PreferenceConfig
 
 
 def trl_dpo_loss(
@@ -35,7 +35,7 @@ def trl_dpo_loss(
     trainer = _trainer(
         config,
         loss_types=config.loss_type,
-        loss_weights=config.weights,
+        loss_weights=config.loss_weights or [1.0] * len(config.loss_type),
         label_smoothing=config.label_smoothing,
         args=None,
         ld_alpha=None,

@@ -22,7 +22,7 @@ from llmtrain.models.base_tensors import (
 )
 from llmtrain.models.dtypes import DTYPES, StoredDtypes, with_dtype
 from llmtrain.models.hub_models import causal_lm_classes
-from llmtrain.models.reward_card import scoring_code
+from llmtrain.models.reward import scoring_code
 from llmtrain.parallel.shards import meta_like
 from llmtrain.redaction import redacted
 

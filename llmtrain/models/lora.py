@@ -30,7 +30,7 @@ from llmtrain.models.export import (
     gives_scores,
 )
 from llmtrain.models.lora_config import LoraConfig
-from llmtrain.models.reward_card import scoring_code
+from llmtrain.models.reward import scoring_code
 from llmtrain.seeds import seed_of
 
 if TYPE_CHECKING:

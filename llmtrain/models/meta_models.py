@@ -17,7 +17,7 @@ from llmtrain.models.hub_models import (
     local_folder,
     without_weights,
 )
-from llmtrain.models.reward_family import check_reward_family, check_score_head
+from llmtrain.models.reward import check_reward_family, check_score_head
 from llmtrain.models.weight_loading import stored_tensors, tied_but_different
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from llmtrain.models.adapters import (
     has_token_rows,
     trains_whole_modules,
 )
-from llmtrain.models.answers import AnswerRows
 from llmtrain.models.base_tensors import (
     BaseTensors,
     random_base_tensors,
@@ -43,10 +42,10 @@ from llmtrain.models.hub_models import check_origin, local_folder, origin_of
 from llmtrain.models.lora import AdapterFiles, add_lora, with_adapter_weights
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.meta_models import build_model
-from llmtrain.models.preference_config import PreferenceConfig
+from llmtrain.models.preference import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import check_gradients, leaks, probe
-from llmtrain.models.reward_family import with_padding_token
+from llmtrain.models.reward import with_padding_token
 from llmtrain.models.towers import outside_text_tower, remove_modules
 from llmtrain.models.weight_loading import InitialWeights
 from llmtrain.seeds import seed_of
@@ -270,21 +269,20 @@ def _objective(
 ) -> tuple[Objective, Callable[[Batch], Batch]]:
     """Return the objective, and a function that prepares its micro-batches on the host."""
     if preference is not None:
-        answer_rows = AnswerRows(
+        objective = PreferenceObjective(
+            preference,
             answers_per_row=2 * max(rows.metadata.pairs, 1),
-            are_packed=rows.is_packed,
+            is_packed=rows.is_packed,
             share_prompts=rows.metadata.shared,
-            are_scored=model.gives_scores,
         )
 
         def prepare_answers(batch: Batch) -> Batch:
-            return answer_rows.prepare_batch(batch, on_gpu=model.device.type == "cuda")
+            return objective.prepare_batch(batch, on_gpu=model.device.type == "cuda")
 
-        return PreferenceObjective(preference, answer_rows), prepare_answers
+        return objective, prepare_answers
 
     weight = balance_weight(model.config)
-    objective = ExpertObjective(weight) if weight else Objective()
-    return objective, model.prepare_batch
+    return ExpertObjective(weight) if weight else Objective(), model.prepare_batch
 
 
 def _check_flags(config: ModelConfig, lora: LoraConfig | None) -> None:

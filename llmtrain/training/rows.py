@@ -19,7 +19,7 @@ from llmtrain.interfaces.packing_support import PackingSupport
 
 if TYPE_CHECKING:
     from llmtrain.models.config import ModelConfig
-    from llmtrain.models.preference_config import PreferenceConfig
+    from llmtrain.models.preference import PreferenceConfig
 
 _TASKS = {
     "text": "continued pretraining",
@@ -77,15 +77,16 @@ def tokenize(
     max_positions: int | None = None
     if model is not None:
         from llmtrain.models.packing_support import packing_support  # imports torch
+        from llmtrain.models.reward import check_reward_family
 
         model = copy.copy(model)
         model.max_length = max_length or model.max_length
         model.fit_max_length()
         max_length = model.max_length
         base = model.of_base()
-        if preference is not None:
-            preference.check_family(base)
         is_reward_model = preference is not None and preference.is_reward_model
+        if is_reward_model:
+            check_reward_family(base.configuration_class())
         support = packing_support(base, is_reward_model=is_reward_model)
         max_positions = base.max_positions()
         decided["model_name_or_path"] = model.model_name_or_path

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import llmtrain as lt
 from llmtrain.data.loader import LocalBatches
 from llmtrain.data.order import Slot
-from llmtrain.models.reward_card import scoring_code
+from llmtrain.models.reward import scoring_code
 from llmtrain.parallel.placement import place
 from tests.families import OVERRIDES
 from tests.models.small_models import byte_tokenizer, export_model
@@ -23,7 +23,6 @@ ANSWERS = ("It is 42, as always.", "I do not know")
 
 # Chat templates, by the end of an answer.
 TEMPLATES = {
-    "plain text": "none",
     "end token and a newline": "chatml",
     "EOS": """
         {%- for message in messages -%}
@@ -93,11 +92,8 @@ def test_the_code_in_the_card_of_a_reward_model_scores_answers_as_training_does(
 
     assert re.fullmatch(r"-?\d\.\d+", capsys.readouterr().out.strip()), "the score of an example"
     score = variables["score"]
-    if template == "none":
-        scores = [score(PROMPT, answer) for answer in ANSWERS]
-    else:
-        question = {"role": "user", "content": PROMPT}
-        scores = [score([question, {"role": "assistant", "content": a}]) for a in ANSWERS]
+    question = {"role": "user", "content": PROMPT}
+    scores = [score([question, {"role": "assistant", "content": answer}]) for answer in ANSWERS]
     assert scores == pytest.approx(expected, abs=1e-5)
 
 
@@ -107,7 +103,7 @@ def test_the_card_has_no_scoring_code_if_training_builds_another_text() -> None:
         "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
     )
     tokenizer = byte_tokenizer()
-    for template in (prompt_begins_its_reasoning, "{{ raise_exception('no') }}"):
+    for template in (None, prompt_begins_its_reasoning, "{{ raise_exception('no') }}"):
         tokenizer.chat_template = template
         assert scoring_code(tokenizer, []) == ""
 

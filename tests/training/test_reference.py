@@ -22,7 +22,7 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.adapters import merged_model
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.preference_config import PreferenceConfig
+from llmtrain.models.preference import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
@@ -152,6 +152,7 @@ def test_the_numbers_of_a_row_are_those_of_a_pass_with_this_row_only(
             assert np.count_nonzero(log_probabilities) == len(answers)
         for index in (0, len(split) // 2, len(split) - 1):
             batch = {name: torch.tensor([values]) for name, values in split[index].items()}
+            batch |= bundle.prepare_batch(batch)
             with torch.no_grad():
                 (expected,) = bundle.model(**batch, compute=bundle.objective.reference)
             np.testing.assert_allclose(column[index], expected.numpy(), rtol=1e-5)

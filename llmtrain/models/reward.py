@@ -1,6 +1,7 @@
-"""Which families of models can be reward models, and how their texts are padded."""
+"""Reward models: which families there are, how their texts are padded, and code that scores."""
 
 import copy
+import functools
 import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
@@ -18,19 +19,34 @@ _OTHER_FAMILY = (
     "(recipes/gpt.py --architecture gpt2)"
 )
 
+_SCORING_CODE = '''
 
-def check_reward_family(config_class: "type[PreTrainedConfig]") -> None:
+def score(messages: list[dict[str, str]]) -> float:
+    """Return the score of the last message, an answer to the messages before it."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    text = text.rstrip()  # ends with the token that ends the answer
+    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    return model(input_ids=inputs.input_ids).logits.item()
+
+
+question = {"role": "user", "content": "What is the capital of France?"}
+answer = {"role": "assistant", "content": "It is Paris."}
+print(score([question, answer]))
+'''
+
+
+def check_reward_family(config_class: "type[PreTrainedConfig] | None") -> None:
     """Check that transformers has a class for sequence classification in a family.
 
     Args:
-        config_class: the class of the family's configurations.
+        config_class: the class of the family's configurations, if it is known.
 
     Raises:
         UserError: if it has none.
     """
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-    if config_class not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+    if config_class is not None and config_class not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise UserError(
             "--loss_type reward: transformers has no sequence classification class for "
             f"{config_class.model_type}; {_OTHER_FAMILY}."
@@ -38,13 +54,10 @@ def check_reward_family(config_class: "type[PreTrainedConfig]") -> None:
 
 
 def check_score_head(model: "PreTrainedModel") -> None:
-    """Check that a model for sequence classification scores every token.
-
-    Args:
-        model: the model.
+    """Check that a model for sequence classification scores every token, with a head ``score``.
 
     Raises:
-        UserError: if its head is not one matrix product named ``score``.
+        UserError: if it does not.
     """
     if not hasattr(model, "score"):
         raise UserError(
@@ -85,3 +98,34 @@ def with_padding_token(
             "can only score one answer at a time with the finished model"
         )
     return padded
+
+
+def scoring_code(tokenizer: "PreTrainedTokenizerFast", stop_token_ids: Collection[int]) -> str:
+    """Return code for the model card that scores an answer as training did.
+
+    A reward model is trained to score an answer at the token that ends it. Transformers scores the
+    last token of its input that does not pad. The two differ if the chat template writes a newline
+    after that token.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        stop_token_ids: the tokens at which an answer ends, besides EOS.
+
+    Returns:
+        Code that uses the variables ``model`` and ``tokenizer``. It is empty if there is no chat
+        template, or if the code would build another text than training did.
+    """
+    question = {"role": "user", "content": "What is the capital of France?"}
+    answer = {"role": "assistant", "content": "It is Paris."}
+    render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
+    try:
+        prompt = str(render([question], add_generation_prompt=True))
+        text = str(render([question, answer]))
+    except Exception:  # a template can raise any error, and there may be none
+        return ""
+
+    stop_ids = {tokenizer.eos_token_id, *stop_token_ids}
+    added_tokens = tokenizer.added_tokens_decoder
+    stop_tokens = tuple(added_tokens[id].content for id in stop_ids if id in added_tokens)
+    is_as_trained = text.startswith(prompt) and text.rstrip().endswith(stop_tokens)
+    return _SCORING_CODE if is_as_trained else ""
