@@ -347,10 +347,10 @@ class PreferenceConfig(Config):
                 "and below 0.5."
             )
 
-        used = itertools.chain(*[loss.parameters for loss in self.selected_losses])
-        unused = {*itertools.chain(*[loss.parameters for loss in self.losses.values()])} - {*used}
-        for name in sorted(unused):
-            if getattr(self, name) != flags_of(self)[name].default:
+        used = set(itertools.chain(*[loss.parameters for loss in self.selected_losses]))
+        for name in itertools.chain(*[loss.parameters for loss in self.losses.values()]):
+            is_set = getattr(self, name) != flags_of(self)[name].default
+            if is_set and name not in used:
                 raise UserError(f"--{name} is not for {self.loss_flags}; leave it out.")
 
     def choices(self, name: str) -> tuple[str, ...]:
