@@ -266,7 +266,7 @@ class PreferenceObjective(Objective):
         labels = batch["labels"]
         # A memory plan has no answers: every token belongs to the first one.
         codes = batch["answers"] if "answers" in batch else torch.zeros_like(labels)
-        codes = codes.where(labels != IGNORED, PADDING)
+        codes = codes.masked_fill(labels == IGNORED, PADDING)
 
         first_numbers = self.answers_per_row * torch.arange(len(labels), device=labels.device)
         numbers = first_numbers[:, None] + answer_of(codes).clamp(min=0)
