@@ -13,6 +13,7 @@ from llmtrain.interfaces.packing_support import PackingSupport
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hub_models import causal_lm_classes
 from llmtrain.models.meta_models import check_causal_lm_class
+from llmtrain.models.reward import check_reward_family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -35,7 +36,9 @@ def packing_support(config: ModelConfig, *, is_reward_model: bool = False) -> Pa
     model_config = config.known_configuration()
     if model_config is None:
         return None
-    if not is_reward_model:
+    if is_reward_model:
+        check_reward_family(type(model_config))
+    else:
         check_causal_lm_class(config, model_config)
 
     name = str(config.model_name_or_path or config.from_config)

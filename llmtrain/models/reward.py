@@ -35,18 +35,18 @@ print(score([question, answer]))
 '''
 
 
-def check_reward_family(config_class: "type[PreTrainedConfig] | None") -> None:
+def check_reward_family(config_class: "type[PreTrainedConfig]") -> None:
     """Check that transformers has a class for sequence classification in a family.
 
     Args:
-        config_class: the class of the family's configurations, if it is known.
+        config_class: the class of the family's configurations.
 
     Raises:
         UserError: if it has none.
     """
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-    if config_class is not None and config_class not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+    if config_class not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise UserError(
             "--loss_type reward: transformers has no sequence classification class for "
             f"{config_class.model_type}; {_OTHER_FAMILY}."

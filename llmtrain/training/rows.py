@@ -77,7 +77,6 @@ def tokenize(
     max_positions: int | None = None
     if model is not None:
         from llmtrain.models.packing_support import packing_support  # imports torch
-        from llmtrain.models.reward import check_reward_family
 
         model = copy.copy(model)
         model.max_length = max_length or model.max_length
@@ -85,8 +84,6 @@ def tokenize(
         max_length = model.max_length
         base = model.of_base()
         is_reward_model = preference is not None and preference.is_reward_model
-        if is_reward_model:
-            check_reward_family(base.configuration_class())
         support = packing_support(base, is_reward_model=is_reward_model)
         max_positions = base.max_positions()
         decided["model_name_or_path"] = model.model_name_or_path
