@@ -142,6 +142,20 @@ def is_of_checkpoint(folder: Path) -> bool:
     return folder.absolute().parent.name.startswith("step-")
 
 
+def folder_beside(folder: Path, kind: str) -> Path:
+    """Return where a changed copy of a model folder is written, such as ``merged`` of a run.
+
+    It is never in a checkpoint, which holds only the files of its manifest.
+    """
+    if folder.name != "model":
+        folder = folder.absolute()
+        return folder.with_name(f"{folder.name}-{kind}")
+    if is_of_checkpoint(folder):
+        checkpoint = folder.absolute().parent
+        return checkpoint.parent.parent / f"{kind}-{checkpoint.name}"
+    return folder.with_name(kind)
+
+
 def check_model_files(folder: Path) -> None:
     """Check the files of a model or an adapter, which transformers or peft is to load.
 
@@ -211,16 +225,28 @@ def stop_token_ids(folder: Path) -> list[int]:
         UserError: if the file is wrong.
     """
     path = folder / "generation_config.json"
-    stops: Any = _read_settings(path).get("eos_token_id") if path.exists() else None
-    if stops is None:
+    if not path.exists():
         return []
-    token_ids: list[int] = stops if isinstance(stops, list) else [stops]
+    eos_token_id = _read_settings(path).get("eos_token_id")
+    token_ids = as_token_ids(eos_token_id)
     if any(type(token_id) is not int for token_id in token_ids):
         raise UserError(
-            f"{path}: eos_token_id is {short_repr(stops)}; write the number of a token, or a list "
-            "of such numbers."
+            f"{path}: eos_token_id is {short_repr(eos_token_id)}; write the number of a token, or "
+            "a list of such numbers."
         )
     return token_ids
+
+
+def as_token_ids(eos_token_id: "int | list[int] | None") -> list[int]:
+    """Return the tokens in an ``eos_token_id``, which transformers stores as a number or a list."""
+    if eos_token_id is None:
+        return []
+    return eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+
+
+def vocabulary_of(tokenizer: "PreTrainedTokenizerFast") -> int:
+    """Return the largest token id, plus 1. Ids may have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def _read_settings(path: Path) -> JsonObject:

@@ -314,7 +314,7 @@ def files_in(folder: Path) -> list[str]:
     ("source", "target"),
     [
         ("checkpoints/step-00000006", "export-step-00000006"),
-        ("model", "model-export"),
+        ("model", "export"),
         (".", "export"),
     ],
 )

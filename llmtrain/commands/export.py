@@ -4,14 +4,10 @@ import argparse
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llmtrain.console import printable
 from llmtrain.files import json_text, local_path
 from llmtrain.json_types import JsonObject
-
-if TYPE_CHECKING:
-    import torch
 
 EXAMPLES = (
     "llmtrain export runs/gpt --to model",
@@ -61,17 +57,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.errors import UserError
     from llmtrain.files import new_folder
-    from llmtrain.model_folders import is_adapter, model_folder, note_on_base
+    from llmtrain.model_folders import (
+        folder_beside,
+        is_adapter,
+        is_of_checkpoint,
+        model_folder,
+        note_on_base,
+    )
     from llmtrain.models.export import how_to_load
 
-    model = Path(arguments.model)
-    if not model.is_dir():
-        raise UserError(f"{model} is not a folder; name the folder of a run or of a model.")
+    if not Path(arguments.model).is_dir():
+        raise UserError(
+            f"{arguments.model} is not a folder; name the folder of a run or of a model."
+        )
     source = Path(model_folder(arguments.model))
-    target = Path(arguments.to) if arguments.to else _default_target(model, source, arguments)
+    target = folder_beside(source, "merged" if arguments.merge else "export")
+    if arguments.to:
+        target = Path(arguments.to)
     if target.exists():
         raise UserError(f"{target} already exists: use it, or name another folder with --to.")
-    kept_whole = _checkpoint_of(source) or source
+    kept_whole = source.absolute().parent if is_of_checkpoint(source) else source
     if target.resolve().is_relative_to(kept_whole.resolve()):
         raise UserError(
             f"--to {target} is inside {kept_whole}, which must stay as it is; name another folder."
@@ -135,14 +140,19 @@ def _logit_difference(
     Raises:
         UserError: if they differ by more than rounding explains.
     """
+    import torch
+
     from llmtrain.errors import UserError
     from llmtrain.models.dtypes import stored_dtypes
-    from llmtrain.models.generation import largest_logit_difference
+    from llmtrain.models.generation import example_logits
 
-    difference, largest = largest_logit_difference(str(source), str(folder))
+    expected = example_logits(str(source))
+    difference = float((expected - example_logits(str(folder))).abs().max())
+    largest = float(expected.abs().max())
     tolerance = _TOLERANCE
     if arguments.merge or arguments.dtype:
-        tolerance = _tolerance_of(stored_dtypes(folder).main)
+        rounding_error = torch.finfo(stored_dtypes(folder).main).eps / 2
+        tolerance = max(_TOLERANCE, _ROUNDED_TOLERANCE * rounding_error)
     is_same = difference <= tolerance * largest  # False for NaN
     if not is_same:
         raise UserError(
@@ -150,41 +160,3 @@ def _logit_difference(
             f"{largest:.2g}), so it was removed; leave --check out to keep it."
         )
     return difference, largest
-
-
-def _tolerance_of(dtype: "torch.dtype") -> float:
-    """Return the share of the largest logit by which weights of a dtype may change logits."""
-    import torch
-
-    rounding_error = torch.finfo(dtype).eps / 2
-    return max(_TOLERANCE, _ROUNDED_TOLERANCE * rounding_error)
-
-
-def _checkpoint_of(source: Path) -> Path | None:
-    """Return the checkpoint that a model folder belongs to, if there is one."""
-    from llmtrain.model_folders import is_of_checkpoint
-
-    return source.absolute().parent if is_of_checkpoint(source) else None
-
-
-def _default_target(model: Path, source: Path, arguments: argparse.Namespace) -> Path:
-    """Return the folder to write to.
-
-    It is in the folder of a run, but never in a checkpoint or in a model: a checkpoint with another
-    file fails its verification, and a model folder would be copied with it.
-
-    Args:
-        model: the folder that the user has named.
-        source: the model folder that it refers to.
-        arguments: of the command.
-    """
-    kind = "merged" if arguments.merge else "export"
-    folder = model.absolute()
-    checkpoint = _checkpoint_of(source)
-    if checkpoint is not None and folder in (checkpoint, checkpoint / "model"):
-        is_in_run = checkpoint.parent.name == "checkpoints"
-        parent = checkpoint.parent.parent if is_in_run else checkpoint.parent
-        return parent / f"{kind}-{checkpoint.name}"
-    if folder == source.absolute():
-        return folder.with_name(f"{folder.name}-{kind}")
-    return model / kind

@@ -13,6 +13,7 @@ from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS, Rows, TokenRows, as_ma
 from llmtrain.data.readers import kind_of
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED
+from llmtrain.model_folders import vocabulary_of
 
 _WRONG_COLUMNS = (
     f"Tokenized.of: {', '.join(TOKEN_COLUMNS)} must be lists of integers, all of one length; pad "
@@ -115,7 +116,7 @@ def metadata_of(
         tokenizer=spec,
         tokenizer_sha256="none" if tokenizer is None else tok.digest(tokenizer),
         data_sha256=hashlib.sha256(hashes.encode()).hexdigest(),
-        vocabulary=vocabulary if tokenizer is None else tok.vocabulary_of(tokenizer),
+        vocabulary=vocabulary if tokenizer is None else vocabulary_of(tokenizer),
         block_size=block_size,
         records=sum(stats.records - stats.bad for stats in both),
         eval_records=sum(stats.records - stats.bad for stats in eval),
@@ -235,7 +236,7 @@ class Tokenized:
             )
         counts = [_measure(splits[0]), *[_measure(rows, tokenizer) for rows in splits[1:]]]
         vocabulary = max(largest for _, largest in counts) + 1
-        if tokenizer is not None and vocabulary > tok.vocabulary_of(tokenizer):
+        if tokenizer is not None and vocabulary > vocabulary_of(tokenizer):
             raise UserError(
                 f"Tokenized.of: the tokenizer has no token {vocabulary - 1}, which the rows hold; "
                 "pass the tokenizer that made the rows."

@@ -175,11 +175,6 @@ def _split_revision(name: str) -> tuple[str, str]:
     return path, revision or "main"
 
 
-def vocabulary_of(tokenizer: FastTokenizer) -> int:
-    """Return the largest token id, plus 1. Ids may have gaps."""
-    return max(tokenizer.get_vocab().values()) + 1
-
-
 def begins_with_bos(tokenizer: FastTokenizer) -> bool:
     """Return whether a tokenizer puts BOS before every text."""
     has_bos = tokenizer.bos_token_id is not None

@@ -19,7 +19,7 @@ from llmtrain.model_folders import (
     ADAPTER_WEIGHTS,
     DATA_ONLY,
     check_model_files,
-    is_of_checkpoint,
+    folder_beside,
     tokenizer_of,
 )
 from llmtrain.models.base_tensors import BASE_FILE, BaseTensors, stored_base_tensors
@@ -164,12 +164,7 @@ def write_outline(adapter: Path, folder: Path) -> str:
 
 def merged_folder(adapter: Path) -> Path:
     """Return where to write the merged model of an adapter."""
-    if adapter.name != "model":
-        return adapter.with_name(f"{adapter.name}-merged")
-    if is_of_checkpoint(adapter):  # a checkpoint holds only the files of its manifest
-        checkpoint = adapter.parent
-        return checkpoint.parent.parent / f"merged-{checkpoint.name}"
-    return adapter.with_name("merged")
+    return folder_beside(adapter, "merged")
 
 
 def _identity_of(adapter: Path) -> dict[str, object]:

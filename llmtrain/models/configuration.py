@@ -10,6 +10,7 @@ import yaml
 
 from llmtrain.config.unknown_names import did_you_mean
 from llmtrain.errors import UserError
+from llmtrain.model_folders import vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -106,7 +107,7 @@ def new_configuration(
                 "num_attention_heads", sizes["num_attention_heads"]
             )
     if tokenizer is not None:
-        sizes["vocab_size"] = max(tokenizer.get_vocab().values()) + 1
+        sizes["vocab_size"] = vocabulary_of(tokenizer)
         for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
             sizes[token] = getattr(tokenizer, token)
     values = {key: value for key, value in sizes.items() if key in valid_keys} | overrides

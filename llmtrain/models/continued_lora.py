@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.errors import UserError, as_user_error, first_line
-from llmtrain.model_folders import ADAPTER_WEIGHTS
+from llmtrain.model_folders import ADAPTER_WEIGHTS, vocabulary_of
 from llmtrain.models.adapters import ignore_peft_warnings
 from llmtrain.models.dtypes import cast_weights
 from llmtrain.models.lora import set_base
@@ -43,7 +43,7 @@ def tokens_of_adapter(
     if tokenizer is None:
         return []
     embeddings = cast(nn.Embedding, model.get_input_embeddings())
-    return [*range(len(embeddings.weight), max(tokenizer.get_vocab().values()) + 1)]
+    return [*range(len(embeddings.weight), vocabulary_of(tokenizer))]
 
 
 def load_lora(

@@ -1,5 +1,6 @@
 """The dtypes in which the folders of models hold their weights."""
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -18,8 +19,15 @@ from llmtrain.model_folders import weight_files
 
 # The dtypes that a finished model may have, by the names of the flags and of config.json.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# The same dtypes by their names in safetensors files.
-_FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# The dtypes that a model keeps, by those of its safetensors files.
+_KEPT_DTYPES = {
+    "F64": torch.float32,  # no model is trained in float64
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.bfloat16,  # 8 bits, without a quantization_config
+    "F8_E5M2": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True)
@@ -50,27 +58,20 @@ def stored_dtypes(folder: Path) -> StoredDtypes:
     Raises:
         UserError: if a file of weights cannot be read.
     """
-    names: dict[str, str] = {}
-    elements: Counter[str] = Counter()
+    by_name: dict[str, torch.dtype] = {}
+    elements: Counter[torch.dtype] = Counter()
     for path in weight_files(folder):
         with as_user_error(str(path), first_line), safe_open(path, "pt") as file:
             for name in [*file.keys()]:
                 stored = file.get_slice(name)
-                names[name] = stored.get_dtype()
-                elements[names[name]] += torch.Size(stored.get_shape()).numel()
+                dtype = _KEPT_DTYPES.get(stored.get_dtype())
+                if dtype is not None:
+                    by_name[name] = dtype
+                    elements[dtype] += torch.Size(stored.get_shape()).numel()
 
-    config = folder / "config.json"
-    if config.exists() and read_object(config).get("quantization_config"):
+    if read_object(folder / "config.json").get("quantization_config"):
         return StoredDtypes(torch.bfloat16)
-
-    floating = {name: count for name, count in elements.items() if name.startswith(("F", "BF"))}
-    most_common = max(floating, key=floating.__getitem__, default="F32")
-    if most_common == "F64":  # no model is trained in float64
-        most_common = "F32"
-    main = _FILE_DTYPES.get(most_common, torch.bfloat16)  # 8 bits, without a quantization_config
-    by_name = {
-        name: _FILE_DTYPES[stored] for name, stored in names.items() if stored in _FILE_DTYPES
-    }
+    main = max(elements, key=elements.__getitem__, default=torch.float32)
     return StoredDtypes(main, by_name)
 
 
@@ -104,25 +105,23 @@ def copy_with_dtype(source: Path, folder: Path, dtype: str) -> None:
         UserError: if the weights are quantized, pickled or damaged, or too large for the dtype.
     """
     paths = weight_files(source)
+    config = read_object(source / "config.json")
     if not paths:
         raise UserError(f"--dtype {dtype}: {source} holds no safetensors files to cast.")
-    config_file = source / "config.json"
-    config = read_object(config_file) if config_file.exists() else {}
     if "quantization_config" in config:
         raise UserError(
             f"--dtype {dtype}: the weights in {source} are quantized; leave --dtype out, which "
             "copies them."
         )
 
-    names = [path.name for path in paths]
-    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=lambda *_: names)
+    other_files = shutil.ignore_patterns(*(path.name for path in paths))
+    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=other_files)
     dtypes = StoredDtypes(DTYPES[dtype])
     size = 0
     for path in paths:
         with as_user_error(str(path), first_line), safe_open(path, "pt") as file:
             metadata = file.metadata()
-            stored = {name: file.get_tensor(name) for name in [*file.keys()]}
-        weights = {name: dtypes.cast(name, tensor) for name, tensor in stored.items()}
+            weights = {name: dtypes.cast(name, file.get_tensor(name)) for name in [*file.keys()]}
         check_range(source, weights)
         save_file(weights, folder / path.name, metadata)
         size += sum(tensor.nbytes for tensor in weights.values())
@@ -158,22 +157,15 @@ def with_dtype(config: JsonObject, dtype: torch.dtype) -> JsonObject:
     The configurations of a multimodal model's parts name it, too, if they name one.
     """
     name = dtype_name(dtype)
-    changed = {key: _part_with_dtype(value, name) for key, value in config.items()}
-    changed["dtype"] = name
-    if "torch_dtype" in changed:  # its name before transformers 5
-        changed["torch_dtype"] = name
-    return changed
 
+    def rename(part: JsonObject) -> JsonObject:
+        for key in ("dtype", "torch_dtype"):  # the latter before transformers 5
+            if isinstance(part.get(key), str):
+                part[key] = name
+        return part
 
-def _part_with_dtype(value: object, name: str) -> object:
-    """Return a value of a configuration, with another dtype if it is a part that names one."""
-    if not isinstance(value, dict):
-        return value
-    changed = {key: _part_with_dtype(inner, name) for key, inner in value.items()}
-    for key in ("dtype", "torch_dtype"):
-        if isinstance(changed.get(key), str):
-            changed[key] = name
-    return changed
+    changed = json.loads(json.dumps(config), object_hook=rename)
+    return {**changed, "dtype": name}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

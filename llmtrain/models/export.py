@@ -1,6 +1,5 @@
 """The folder of a finished model, and how to load it: with transformers, peft or torch alone."""
 
-import contextlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -14,12 +13,8 @@ from torch import Size, Tensor, nn
 from llmtrain.files import read_object, write_json
 from llmtrain.interfaces.model_bundle import TensorConverter
 from llmtrain.json_types import JsonObject
-from llmtrain.model_folders import is_adapter
-from llmtrain.models.base_tensors import (
-    BASE_FILE,
-    BaseTensors,
-    published,
-)
+from llmtrain.model_folders import as_token_ids, folder_with, is_adapter
+from llmtrain.models.base_tensors import BASE_FILE, BaseTensors, published
 from llmtrain.models.dtypes import DTYPES, StoredDtypes, with_dtype
 from llmtrain.models.hub_models import causal_lm_classes
 from llmtrain.models.reward import scoring_code
@@ -30,17 +25,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 # The key in config.json that names the class of a plain torch module.
-_MODULE_CLASS = "torch_module"
-
+MODULE_CLASS = "torch_module"
 
 # The auto classes of multimodal models.
 MULTIMODAL_CLASSES = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 
 # The files of a multimodal model that prepare images and sound for it.
 PROCESSOR_FILES = "*processor_config.json"
-
-# The first line of the code in a model card.
-_FOLDER_LINE = 'FOLDER = "."  # this folder; if you run the code elsewhere, its path\n\n'
 
 
 @dataclass(frozen=True)
@@ -62,6 +53,7 @@ class ModelFiles:
         dtypes: the dtypes of the weights in the folder; ``None`` for those that are trained.
         weights_name: the name of the file with the weights.
         may_split_weights: whether the weights may be split over several files.
+        library: the library that loads the folder, as the hub calls it.
     """
 
     config: JsonObject
@@ -78,7 +70,7 @@ class ModelFiles:
 
     weights_name: ClassVar[str] = "model.safetensors"
     may_split_weights: ClassVar[bool] = True
-    library: ClassVar[str] = "transformers"  # as the hub calls it
+    library: ClassVar[str] = "transformers"
 
     def finished(self, dtype: str) -> "ModelFiles":
         """Return the files of the finished model's folder, which holds all tensors.
@@ -97,14 +89,15 @@ class ModelFiles:
         """Return the files of a model whose weights are trained in another dtype than float32."""
         return replace(self, config=with_dtype(self.config, dtype))
 
+    # --- the files
+
     def write(self, folder: Path, parameters: int) -> None:
         """Write everything but the weights.
 
         Args:
-            folder: the model folder, which may exist.
+            folder: the model folder, which exists.
             parameters: the number of parameters, for the model card.
         """
-        folder.mkdir(parents=True, exist_ok=True)
         if self.generation:
             write_json(folder / "generation_config.json", self.generation, durable=False)
         if self.tokenizer is not None:
@@ -124,6 +117,64 @@ class ModelFiles:
         """Write ``config.json``."""
         write_json(folder / "config.json", self.config, durable=False)
 
+    def card(self, parameters: int) -> str:
+        """Return the model card, in the form that the hub reads."""
+        hub_lines = self.task_line()
+        origin = "Trained"
+        if self.base and Path(self.base).exists():
+            folder = Path(self.base).resolve()
+            is_of_run = folder.name == "model"  # every run calls its folder so
+            origin = f"Fine-tuned from {folder.parent.name if is_of_run else folder.name}"
+        elif self.base:
+            origin = f"Fine-tuned from {self.base}"
+            hub_lines += f"base_model: {self.base}\n"
+
+        vocabulary = f", vocabulary {len(self.tokenizer):,}" if self.tokenizer is not None else ""
+        loss_line = f"Training loss: {self.loss}.\n\n" if self.loss else ""
+        return (
+            f"---\nlibrary_name: {self.library}\n{hub_lines}tags: [llmtrain]\n---\n\n"
+            f"# {self.title(parameters)}\n\n"
+            f"{origin} with llmtrain on {self.trained_on}{vocabulary}.\n\n{loss_line}"
+            '```python\nFOLDER = "."  # this folder; if you run the code elsewhere, its path\n\n'
+            f"{self.loading_code()}```\n"
+        )
+
+    def task_line(self) -> str:
+        """Return the line of the model card that names the task of the model; empty if unknown."""
+        task = "text-classification" if gives_scores(self.config) else "text-generation"
+        return f"pipeline_tag: {task}\n"
+
+    def title(self, parameters: int) -> str:
+        """Return the title of the model card."""
+        kind = self.config["model_type"]
+        if gives_scores(self.config):
+            return f"A reward model of {parameters:,} parameters, a {kind} that scores answers"
+        return f"A {kind} of {parameters:,} parameters"
+
+    def loading_code(self) -> str:
+        """Return Python code that loads the model from the folder ``FOLDER``.
+
+        The code of a reward model also scores an answer.
+        """
+        auto_class = auto_class_of(self.config)
+        code = f"model = {auto_class}.from_pretrained(FOLDER)\n"
+        if self.tokenizer is None:
+            return f"from transformers import {auto_class}\n\n{code}"
+        code = (
+            f"from transformers import {auto_class}, AutoTokenizer\n\n{code}"
+            "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
+        )
+        if gives_scores(self.config):
+            code += self.scoring_code()
+        return code
+
+    def scoring_code(self) -> str:
+        """Return Python code that scores an answer with the reward model that was loaded."""
+        stop_token_ids = as_token_ids(self.generation.get("eos_token_id"))
+        return scoring_code(self.tokenizer, stop_token_ids) if self.tokenizer is not None else ""
+
+    # --- the tensors
+
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of the folder, by the model's own names.
 
@@ -142,20 +193,20 @@ class ModelFiles:
         """Return the tensors of the finished model, by the names of published checkpoints."""
         return self.cast(self.published(self.tensors(model)))
 
-    def cast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors, by the names in the folder, in the dtypes that they have there."""
-        if self.dtypes is None:
-            return tensors
-        return {name: self.dtypes.cast(name, tensor) for name, tensor in tensors.items()}
-
     def published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the tensors of a checkpoint to those of a finished model."""
+        """Return the tensors of a checkpoint by the names of published checkpoints."""
         if self.architecture is None:
             return tensors
         from_base = self.base_tensors.names if self.base_tensors is not None else frozenset()
         own = {name: tensor for name, tensor in tensors.items() if name not in from_base}
         others = {name: tensor for name, tensor in tensors.items() if name in from_base}
         return published(self.architecture, own) | others
+
+    def cast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors, by the names in the folder, in the dtypes that they have there."""
+        if self.dtypes is None:
+            return tensors
+        return {name: self.dtypes.cast(name, tensor) for name, tensor in tensors.items()}
 
     def tensor_converter(self, model: nn.Module) -> TensorConverter:
         """Return a function that converts one tensor of a checkpoint without the others.
@@ -168,80 +219,14 @@ class ModelFiles:
         def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
             return self.cast(self.published({name: tensor}))
 
-        def keep_name(name: str, tensor: Tensor) -> dict[str, Tensor]:
-            return self.cast({name: tensor})
-
         # Try it on tensors without memory.
         tensors = {name: meta_like(tensor) for name, tensor in self.tensors(model).items()}
-        expected_shapes = _shapes(self.published(tensors))
-        if expected_shapes == _shapes(tensors):
-            return keep_name
-
         converted: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             converted.update(convert(name, tensor))
-        return convert if _shapes(converted) == expected_shapes else keep_name
-
-    def card(self, parameters: int) -> str:
-        """Return the model card, in the form that the hub reads."""
-        hub_line = ""
-        origin = "Trained"
-        if self.base:
-            base_name = self.base
-            if Path(self.base).exists():
-                base_name = folder_name(Path(self.base))
-            else:
-                hub_line = f"base_model: {self.base}\n"
-            origin = f"Fine-tuned from {base_name}"
-
-        vocabulary = ""
-        if self.tokenizer is not None:
-            vocabulary = f", vocabulary {len(self.tokenizer):,}"
-        loss_line = f"Training loss: {self.loss}.\n\n" if self.loss else ""
-        return (
-            f"---\nlibrary_name: {self.library}\n{self.task_line()}{hub_line}"
-            "tags: [llmtrain]\n---\n\n"
-            f"# {self.title(parameters)}\n\n"
-            f"{origin} with llmtrain on {self.trained_on}{vocabulary}.\n\n"
-            f"{loss_line}"
-            f"```python\n{_FOLDER_LINE}{self.loading_code()}```\n"
-        )
-
-    def task_line(self) -> str:
-        """Return the line of the model card that names the task of the model; empty if unknown."""
-        task = "text-classification" if gives_scores(self.config) else "text-generation"
-        return f"pipeline_tag: {task}\n"
-
-    def loading_code(self) -> str:
-        """Return Python code that loads the model from the folder ``FOLDER``.
-
-        The code of a reward model also scores an answer.
-        """
-        auto_class = auto_class_of(self.config)
-        code = f"model = {auto_class}.from_pretrained(FOLDER)\n"
-        if self.tokenizer is None:
-            return f"from transformers import {auto_class}\n\n{code}"
-        code = (
-            f"from transformers import {auto_class}, AutoTokenizer\n\n{code}"
-            "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
-        )
-        if gives_scores(self.config):
-            code += scoring_code(self.tokenizer, self.stop_token_ids())
-        return code
-
-    def stop_token_ids(self) -> list[int]:
-        """Return the tokens at which an answer ends, by ``generation_config.json``."""
-        stop_token_ids = self.generation.get("eos_token_id")
-        if stop_token_ids is None:
-            return []
-        return stop_token_ids if isinstance(stop_token_ids, list) else [stop_token_ids]
-
-    def title(self, parameters: int) -> str:
-        """Return the title of the model card."""
-        kind = self.config["model_type"]
-        if gives_scores(self.config):
-            return f"A reward model of {parameters:,} parameters, a {kind} that scores answers"
-        return f"A {kind} of {parameters:,} parameters"
+        if _shapes(converted) == _shapes(self.published(tensors)):
+            return convert
+        return lambda name, tensor: self.cast({name: tensor})
 
 
 @dataclass(frozen=True)
@@ -251,38 +236,21 @@ class ModuleFiles(ModelFiles):
     may_split_weights: ClassVar[bool] = False
     library: ClassVar[str] = "pytorch"
 
-    @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        tokenizer: "PreTrainedTokenizerFast | None",
-        trained_on: str,
-    ) -> "ModuleFiles":
-        """Return the files of a module.
-
-        Args:
-            module: the module. Its class is in the run's fingerprint.
-            tokenizer: the tokenizer, if there is one.
-            trained_on: the name of the data, for the model card.
-        """
-        return cls({_MODULE_CLASS: type(module).__name__}, tokenizer, trained_on)
-
     def task_line(self) -> str:
         """Return nothing: a module may do anything."""
         return ""
 
-    def loading_code(self) -> str:
-        """Return Python code that loads the weights from the folder ``FOLDER`` into the module."""
-        class_name = self.config[_MODULE_CLASS]
-        return (
-            "from safetensors.torch import load_model\n\n"
-            f"model = {class_name}(...)  # as the recipe builds it\n"
-            f'load_model(model, f"{{FOLDER}}/{self.weights_name}")\n'
-        )
-
     def title(self, parameters: int) -> str:
         """Return the title of the model card."""
-        return f"{self.config[_MODULE_CLASS]}, a torch module of {parameters:,} parameters"
+        return f"{self.config[MODULE_CLASS]}, a torch module of {parameters:,} parameters"
+
+    def loading_code(self) -> str:
+        """Return Python code that loads the weights from the folder ``FOLDER`` into the module."""
+        return (
+            "from safetensors.torch import load_model\n\n"
+            f"model = {self.config[MODULE_CLASS]}(...)  # as the recipe builds it\n"
+            f'load_model(model, f"{{FOLDER}}/{self.weights_name}")\n'
+        )
 
 
 def copy_processor(base: Path, folder: Path) -> None:
@@ -291,42 +259,35 @@ def copy_processor(base: Path, folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+# --- what a folder holds, by its configuration
+
+
 def how_to_load(folder: Path) -> str:
     """Return how to load the model in a folder, in a few words."""
     config = folder_config(folder)
-    if is_adapter(folder):
-        base_class = auto_class_of(_base_config(config))
-        if base_class in MULTIMODAL_CLASSES:
-            return f"peft: PeftModel.from_pretrained({base_class}.from_pretrained(BASE), FOLDER)"
-        return f"peft: {auto_peft_class(config)}.from_pretrained"
     module_class = module_class_of(config)
     if module_class:
         weights = folder / ModuleFiles.weights_name
         return f'safetensors.torch: load_model({module_class}(...), "{weights}")'
-    return f"transformers: {auto_class_of(config)}.from_pretrained"
+    if not is_adapter(folder):
+        return f"transformers: {auto_class_of(config)}.from_pretrained"
+
+    base = str(config.get("base_model_name_or_path"))
+    base_folder = folder_with(base, "config.json", config.get("revision") or "main")
+    base_class = auto_class_of(read_object(base_folder / "config.json"))
+    if base_class in MULTIMODAL_CLASSES:  # which no class of peft loads in full
+        return f"peft: PeftModel.from_pretrained({base_class}.from_pretrained(BASE), FOLDER)"
+    return f"peft: {auto_peft_class(config)}.from_pretrained"
 
 
-def module_class_of(config: JsonObject) -> str:
-    """Return the class of a plain torch module, by ``config.json``; empty for other models."""
-    return str(config.get(_MODULE_CLASS, ""))
-
-
-def auto_class_of(config: JsonObject) -> str:
-    """Return the class of transformers that loads a model, by its ``config.json``."""
-    if gives_scores(config):
-        return "AutoModelForSequenceClassification"
-    names = causal_lm_classes(str(config.get("model_type")))
-    return names[1] if names is not None else "AutoModelForCausalLM"
-
-
-def folder_name(folder: Path) -> str:
-    """Return the name of a model folder, or of its run: every run calls its folder ``model``."""
-    path = folder.resolve()
-    return path.parent.name if path.name == "model" else path.name
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
+def folder_config(folder: Path) -> JsonObject:
+    """Return ``config.json`` of a model folder, or ``adapter_config.json`` of an adapter's."""
+    name = "adapter_config.json" if is_adapter(folder) else "config.json"
+    return read_object(folder / name)
 
 
 def config_values(config: "PreTrainedConfig") -> JsonObject:
@@ -337,24 +298,17 @@ def config_values(config: "PreTrainedConfig") -> JsonObject:
     return cast(JsonObject, json.loads(config.to_json_string(use_diff=False)))
 
 
-def folder_config(folder: Path) -> JsonObject:
-    """Return ``config.json`` of a model folder, or ``adapter_config.json`` of an adapter's."""
-    name = "adapter_config.json" if is_adapter(folder) else "config.json"
-    return read_object(folder / name)
+def module_class_of(config: JsonObject) -> str:
+    """Return the class of a plain torch module, by ``config.json``; empty for other models."""
+    return str(config.get(MODULE_CLASS, ""))
 
 
-def _base_config(adapter_config: JsonObject) -> JsonObject:
-    """Return ``config.json`` of an adapter's base; empty if the base is not on this disk."""
-    from transformers import AutoConfig
-
-    with contextlib.suppress(OSError, ValueError):
-        config = AutoConfig.from_pretrained(
-            adapter_config["base_model_name_or_path"],
-            revision=adapter_config.get("revision") or "main",
-            local_files_only=True,
-        )
-        return cast(JsonObject, config.to_dict())
-    return {}
+def auto_class_of(config: JsonObject) -> str:
+    """Return the class of transformers that loads a model, by its ``config.json``."""
+    if gives_scores(config):
+        return "AutoModelForSequenceClassification"
+    names = causal_lm_classes(str(config.get("model_type")))
+    return names[1] if names is not None else "AutoModelForCausalLM"
 
 
 def auto_peft_class(config: JsonObject) -> str:
@@ -373,7 +327,5 @@ def gives_scores(config: JsonObject) -> bool:
     Args:
         config: ``config.json``, or ``adapter_config.json`` of an adapter.
     """
-    architectures = config.get("architectures") or ()
-    return config.get("task_type") == "SEQ_CLS" or (
-        "ForSequenceClassification" in "".join(architectures)
-    )
+    architectures = "".join(config.get("architectures") or ())
+    return config.get("task_type") == "SEQ_CLS" or "ForSequenceClassification" in architectures

@@ -1,6 +1,5 @@
 """Generate text from a model folder, token by token, with a key-value cache."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +9,7 @@ import torch
 
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.model_folders import (
-    check_model_files,
-    holds_model,
+    as_token_ids,
     is_adapter,
     stop_token_ids,
     tokenizer_of,
@@ -22,7 +20,6 @@ from llmtrain.models.hub_models import load_causal_lm
 from llmtrain.seeds import seed_of
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
@@ -48,12 +45,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "temperature", "top_k"):
+        for name in ("max_new_tokens", "temperature", "top_k", "seed"):
             value = getattr(self, name)
             if not value >= 0:
                 raise UserError(f"{name} {value} is out of range: it must be at least 0.")
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
 
     def generator(self, number: int, turn: int = 0) -> torch.Generator:
         """Return the random numbers of an answer, which depend on no other answer.
@@ -83,8 +78,6 @@ class TextModel:
 
     def __init__(self, name: str) -> None:
         folder = Path(name)
-        if folder.is_dir() and not holds_model(folder):
-            raise UserError(f"{name} holds no model (no config.json).")
         # If `name` is a hub name, there is no such file, and read_object returns an empty object.
         config = folder_config(folder)
         if module_class_of(config):
@@ -97,13 +90,11 @@ class TextModel:
                 f"{name} is a reward model, which scores answers and cannot write text; "
                 "name a causal LM."
             )
-        check_model_files(folder)
 
         self.tokenizer = tokenizer_of(name)
         with as_user_error(f"{name}: no model could be loaded"):
-            loaded: PeftModel | PreTrainedModel
             if is_adapter(folder):
-                loaded = adapted_model(name, len(self.tokenizer))
+                loaded: torch.nn.Module = adapted_model(name, len(self.tokenizer))
             else:
                 loaded = load_causal_lm(name)
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -113,11 +104,11 @@ class TextModel:
 
         # The base of an adapter does not know the tokens that end the turns of a conversation. The
         # adapter's folder may have its own settings.
-        stops = stop_token_ids(folder) or getattr(
-            self.model.generation_config, "eos_token_id", None
-        )
-        token_ids = stops if isinstance(stops, list) else [stops]
-        self.stop_token_ids = {*token_ids, self.tokenizer.eos_token_id} - {None}
+        of_base = getattr(self.model.generation_config, "eos_token_id", None)
+        self.stop_token_ids = {
+            *(stop_token_ids(folder) or as_token_ids(of_base)),
+            *as_token_ids(self.tokenizer.eos_token_id),
+        }
 
     @torch.no_grad()
     def stream(
@@ -135,73 +126,53 @@ class TextModel:
             number: the number of the prompt; see :meth:`Sampling.generator`.
             turn: the number of earlier answers in its conversation.
         """
-        from transformers.modeling_outputs import CausalLMOutputWithPast
-
         generator = sampling.generator(number, turn)
         # One less than the context: if the prompt filled it, the loop would drop the older half.
         ids = prompt[-max(self.context - 1, 1) :]
-
-        # transformers 5.24 renamed past_key_values.
-        names = [field.name for field in dataclasses.fields(CausalLMOutputWithPast)]
-        cache_name = "cache" if "cache" in names else "past_key_values"
         new_ids = ids  # tokens that the cache does not hold yet
-        cache = None
-        has_cache = True
+        cache: dict[str, object] = {}
         generated: list[int] = []
         yielded = ""
         for _ in range(sampling.max_new_tokens):
             if len(ids) >= self.context:
                 ids = ids[-max(self.context // 2, 1) :]
                 new_ids = ids
-                cache = None
-            out = self.model(
-                torch.tensor([new_ids], device=self.model.device),
-                use_cache=has_cache,
-                **({} if cache is None else {cache_name: cache}),
-            )
+                cache = {}
+            input_ids = torch.tensor([new_ids], device=self.model.device)
+            out = self.model(input_ids, use_cache=True, **cache)
+            # transformers 5.24 renamed it.
+            cache_name = "cache" if hasattr(out, "cache") else "past_key_values"
             # Some recurrent models keep their state elsewhere, and GPT-1 keeps none. Those compute
             # all tokens again.
-            cache = getattr(out, cache_name, None)
-            has_cache = cache is not None
+            keys_and_values = getattr(out, cache_name, None)
+            cache = {} if keys_and_values is None else {cache_name: keys_and_values}
             token = sample_token(out.logits[0, -1].float().cpu(), sampling, generator)
             if token in self.stop_token_ids:
                 break
 
             ids = [*ids, token]
-            new_ids = [token] if has_cache else ids
+            new_ids = [token] if cache else ids
             generated.append(token)
             text = continuation_text(self.tokenizer, prompt, generated)
             # A character may have several tokens. Wait until it is complete.
-            is_partial = text.endswith(_PARTIAL_CHARACTER)
-            if not is_partial:
+            if not text.endswith(_PARTIAL_CHARACTER):
                 yield text[len(yielded) :]
                 yielded = text
 
 
-def largest_logit_difference(first_name: str, second_name: str) -> tuple[float, float]:
-    """Compare the logits of two model folders, in float32.
-
-    Returns:
-        Their largest difference, and the largest absolute logit of the first model.
-    """
-    first = _some_logits(TextModel(first_name))
-    second = _some_logits(TextModel(second_name))
-    return float((first - second).abs().max()), float(first.abs().max())
-
-
 @torch.no_grad()
-def _some_logits(model: TextModel) -> torch.Tensor:
-    """Return float32 logits [1, T, V] for up to 64 fixed tokens.
+def example_logits(name: str) -> torch.Tensor:
+    """Return float32 logits [1, T, V] of a model folder for up to 64 fixed tokens.
 
     The first 16 are the last of the vocabulary, which a chat template may have added. They are
     followed by every seventh token from the beginning of the vocabulary, which starts again if it
     is small.
     """
+    model = TextModel(name)
     model.model.to(dtype=torch.float32)  # type: ignore[call-arg]
     size = len(model.tokenizer)
-    newest = range(size - min(16, size), size)
     every_seventh = (7 * i % size for i in range(48))
-    ids = [*newest, *every_seventh][: model.context]
+    ids = [*range(size)[-16:], *every_seventh][: model.context]
     out = model.model(torch.tensor([ids], device=model.model.device), use_cache=False)
     return cast(torch.Tensor, out.logits)
 
@@ -212,8 +183,7 @@ def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Gene
         return int(logits.argmax())
     logits = logits / sampling.temperature
     if sampling.top_k:
-        k = min(sampling.top_k, len(logits))
-        smallest_kept = logits.topk(k).values[-1]
+        smallest_kept = logits.topk(min(sampling.top_k, len(logits))).values[-1]
         logits = logits.masked_fill(logits < smallest_kept, float("-inf"))
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 
@@ -230,10 +200,9 @@ def continuation_text(
     are decoded, too, and their text is cut off.
     """
     tokens_before = list(prompt[-_TOKENS_BEFORE:])
-    before, text = (
-        str(tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
-        for tokens in (tokens_before, [*tokens_before, *generated])
-    )
+    tokens = [*tokens_before, *generated]
+    before = str(tokenizer.decode(tokens_before, skip_special_tokens=skip_special_tokens))
+    text = str(tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
     if not text.startswith(before):
         # The prompt ends within a character, with which the continuation begins.
         before = before.rstrip(_PARTIAL_CHARACTER)

@@ -30,7 +30,6 @@ from llmtrain.models.export import (
     gives_scores,
 )
 from llmtrain.models.lora_config import LoraConfig
-from llmtrain.models.reward import scoring_code
 from llmtrain.seeds import seed_of
 
 if TYPE_CHECKING:
@@ -423,7 +422,7 @@ class AdapterFiles(ModelFiles):
         )
         if is_reward_model and self.tokenizer is not None:
             code += "model.config.pad_token_id = tokenizer.pad_token_id  # not that of the base\n"
-            code += scoring_code(self.tokenizer, self.stop_token_ids())
+            code += self.scoring_code()
         return code
 
     def title(self, parameters: int) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.console import note
 from llmtrain.errors import UserError
+from llmtrain.model_folders import vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -89,7 +90,7 @@ def with_padding_token(
     padded = copy.deepcopy(tokenizer)
     if usable:
         padded.pad_token = tokenizer.convert_ids_to_tokens(usable[0])
-    elif max(tokenizer.get_vocab().values()) + 1 < vocabulary:
+    elif vocabulary_of(tokenizer) < vocabulary:
         padded.add_special_tokens({"pad_token": "<|pad|>"})
     else:
         padded.pad_token = None

@@ -17,7 +17,7 @@ from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.interfaces.objective import Objective
 from llmtrain.launching.accelerator import start_accelerator, start_planned_accelerator
 from llmtrain.models.dtypes import cast_weights
-from llmtrain.models.export import ModuleFiles
+from llmtrain.models.export import MODULE_CLASS, ModuleFiles
 from llmtrain.models.trainable import make_trainable
 from llmtrain.observe.replicas import check_built_weights
 from llmtrain.parallel import placement
@@ -161,7 +161,8 @@ def _build_bundle(
             "subclass, and pass an instance."
         )
     if bundle.files is None:
-        bundle.files = ModuleFiles.of(bundle.model, rows.tokenizer, rows.metadata.dataset)
+        config = {MODULE_CLASS: type(bundle.model).__name__}
+        bundle.files = ModuleFiles(config, rows.tokenizer, rows.metadata.dataset)
     make_trainable(bundle.model)
     if rows.is_packed and not bundle.model.takes_position_ids:
         raise UserError(
