@@ -206,15 +206,14 @@ def weight_files(folder: Path) -> list[Path]:
         return sorted(folder.glob("*.safetensors"))
 
     weight_map: Any = _read_settings(index).get("weight_map")
-    names: set[str] = set()
-    for name in weight_map.values() if isinstance(weight_map, dict) else [weight_map]:
-        is_plain = isinstance(name, str) and Path(name).name == name
-        if not is_plain or not name.endswith(".safetensors"):
-            raise UserError(
-                f"{index} names {short_repr(name)}, which is no safetensors file of its folder; "
-                "download the model again, or use another one."
-            )
-        names.add(name)
+    values = weight_map.values() if isinstance(weight_map, dict) else [weight_map]
+    names = {str(value) for value in values}
+    unknown = names - {path.name for path in folder.glob("*.safetensors")}
+    if unknown:
+        raise UserError(
+            f"{index} names {short_repr(min(unknown))}, which is no safetensors file of its "
+            "folder; download the model again, or use another one."
+        )
     return [folder / name for name in sorted(names)]
 
 

@@ -35,7 +35,7 @@ from llmtrain.models.hub_models import auto_class
 from llmtrain.models.lora import AdapterFiles
 from llmtrain.models.meta_models import build_model
 from llmtrain.models.probe import differ
-from llmtrain.models.towers import outside_text_tower
+from llmtrain.models.text_tower import outside_text_tower
 from llmtrain.parallel.placement import parameter_bytes, place
 from llmtrain.parallel.shards import local_shard
 from llmtrain.record.saver import write_model

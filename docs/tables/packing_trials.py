@@ -24,7 +24,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.hub_models import auto_class, causal_lm_classes
 from llmtrain.models.meta_models import check_causal_lm_class
 from llmtrain.models.probe import differ, leaks, probe, probe_output, shares_prompts, trying
-from llmtrain.models.towers import outside_text_tower, remove_modules
+from llmtrain.models.text_tower import outside_text_tower, remove_outside_text
 
 Verdict = Literal["leaks", "packs", "shares"]  # the worst first
 ORDER = ("leaks", "packs", "shares")
@@ -129,7 +129,7 @@ def with_smallest(config: PreTrainedConfig, trial: Callable[[PreTrainedConfig], 
 
 def packing_of(model: PreTrainedModel) -> Packing:
     """Return the verdict on a model, which changes."""
-    remove_modules(model, outside_text_tower(model))
+    remove_outside_text(model, outside_text_tower(model))
     # A model may compute its attention differently if prompts are shared. They cannot be shared if
     # attention has chunks that are shorter than the row.
     chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)

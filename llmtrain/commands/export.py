@@ -1,8 +1,6 @@
 """Write the model of a run to its own folder, or merge a LoRA adapter."""
 
 import argparse
-import shutil
-import tempfile
 from pathlib import Path
 
 from llmtrain.console import printable
@@ -64,7 +62,8 @@ def run(arguments: argparse.Namespace) -> None:
         model_folder,
         note_on_base,
     )
-    from llmtrain.models.export import how_to_load
+    from llmtrain.models.adapters import write_merged
+    from llmtrain.models.export import how_to_load, write_copy
 
     if not Path(arguments.model).is_dir():
         raise UserError(
@@ -89,7 +88,10 @@ def run(arguments: argparse.Namespace) -> None:
     result: JsonObject = {"model": str(target)}
     outcome = ""
     with new_folder(target) as working:
-        _write_folder(arguments, source, working)
+        if arguments.merge:
+            write_merged(source, working, arguments.dtype or "auto")
+        else:
+            write_copy(source, working, arguments.dtype)
         if arguments.check:
             difference, largest = _logit_difference(arguments, source, working)
             result |= {"logits_differ_by": difference, "largest_logit": largest}
@@ -103,33 +105,6 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{target} holds the model ({how_to_load(target)}){outcome}")
     if base_note:
         print(f"note: {printable(base_note)}")
-
-
-def _write_folder(arguments: argparse.Namespace, source: Path, folder: Path) -> None:
-    """Write the model folder that the user wants.
-
-    Args:
-        arguments: of the command.
-        source: the model folder to start from.
-        folder: the folder to write, which exists.
-    """
-    from llmtrain.models.adapters import write_merged
-    from llmtrain.models.base_tensors import refers_to_base
-    from llmtrain.models.complete_model import write_complete
-    from llmtrain.models.dtypes import copy_with_dtype
-
-    if arguments.merge:
-        write_merged(source, folder, arguments.dtype or "auto")
-    elif arguments.dtype:
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tmp-model-") as complete:
-            if refers_to_base(source):
-                write_complete(source, Path(complete))
-                source = Path(complete)
-            copy_with_dtype(source, folder, arguments.dtype)
-    elif refers_to_base(source):
-        write_complete(source, folder)
-    else:
-        shutil.copytree(source, folder, dirs_exist_ok=True)
 
 
 def _logit_difference(

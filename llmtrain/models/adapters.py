@@ -22,12 +22,10 @@ from llmtrain.model_folders import (
     folder_beside,
     tokenizer_of,
 )
-from llmtrain.models.base_tensors import BASE_FILE, BaseTensors, stored_base_tensors
 from llmtrain.models.dtypes import check_range, stored_dtypes
 from llmtrain.models.export import (
     ModelFiles,
     config_values,
-    copy_processor,
     folder_config,
     gives_scores,
 )
@@ -39,6 +37,7 @@ from llmtrain.models.hub_models import (
     without_weights,
 )
 from llmtrain.models.lora_config import LoraConfig
+from llmtrain.models.text_tower import BASE_FILE, BaseTensors, copy_processor, stored_base_tensors
 from llmtrain.once_per_machine import once_per_machine
 
 if TYPE_CHECKING:
@@ -220,7 +219,7 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
             architecture,
             [],
             base,
-            base_revision(adapter),
+            origin_of(base, base_revision(adapter)),
             is_reward_model=is_reward_model,
         )
 

@@ -1,7 +1,6 @@
 """The dtypes in which the folders of models hold their weights."""
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,11 +8,10 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from llmtrain.errors import UserError, as_user_error, first_line
-from llmtrain.files import read_object, write_json
+from llmtrain.files import read_object
 from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import weight_files
 
@@ -43,11 +41,13 @@ class StoredDtypes:
     main: torch.dtype
     by_name: Mapping[str, torch.dtype] = field(default_factory=dict)
 
-    def cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in the dtype of its name. Integers and 8 bits stay as they are."""
-        if not tensor.is_floating_point() or tensor.element_size() == 1:
-            return tensor
-        return tensor.to(self.by_name.get(name, self.main))
+    def cast(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors in the dtypes of their names. Integers and 8 bits stay as they are."""
+        result = dict(tensors)
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and tensor.element_size() > 1:
+                result[name] = tensor.to(self.by_name.get(name, self.main))
+        return result
 
 
 def stored_dtypes(folder: Path) -> StoredDtypes:
@@ -91,48 +91,6 @@ def check_range(source: Path, weights: Mapping[str, torch.Tensor]) -> None:
                 f"{source}: {name} has values above {torch.finfo(tensor.dtype).max:g}, the largest "
                 f"of {dtype_name(tensor.dtype)}; use llmtrain export --dtype bfloat16."
             )
-
-
-def copy_with_dtype(source: Path, folder: Path, dtype: str) -> None:
-    """Copy a model folder, or that of an adapter, and cast its weights to one dtype.
-
-    Args:
-        source: the folder.
-        folder: the folder to write, which exists.
-        dtype: a name in :data:`DTYPES`.
-
-    Raises:
-        UserError: if the weights are quantized, pickled or damaged, or too large for the dtype.
-    """
-    paths = weight_files(source)
-    config = read_object(source / "config.json")
-    if not paths:
-        raise UserError(f"--dtype {dtype}: {source} holds no safetensors files to cast.")
-    if "quantization_config" in config:
-        raise UserError(
-            f"--dtype {dtype}: the weights in {source} are quantized; leave --dtype out, which "
-            "copies them."
-        )
-
-    other_files = shutil.ignore_patterns(*(path.name for path in paths))
-    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=other_files)
-    dtypes = StoredDtypes(DTYPES[dtype])
-    size = 0
-    for path in paths:
-        with as_user_error(str(path), first_line), safe_open(path, "pt") as file:
-            metadata = file.metadata()
-            weights = {name: dtypes.cast(name, file.get_tensor(name)) for name in [*file.keys()]}
-        check_range(source, weights)
-        save_file(weights, folder / path.name, metadata)
-        size += sum(tensor.nbytes for tensor in weights.values())
-
-    if config:
-        write_json(folder / "config.json", with_dtype(config, DTYPES[dtype]))
-    index_file = folder / "model.safetensors.index.json"
-    if index_file.exists():
-        index = read_object(index_file)
-        index.setdefault("metadata", {})["total_size"] = size
-        write_json(index_file, index)
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype, with_frozen: bool = False) -> None:

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Size, Tensor, nn
 
+from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import read_object, write_json
 from llmtrain.interfaces.model_bundle import TensorConverter
 from llmtrain.json_types import JsonObject
-from llmtrain.model_folders import as_token_ids, folder_with, is_adapter
-from llmtrain.models.base_tensors import BASE_FILE, BaseTensors, published
-from llmtrain.models.dtypes import DTYPES, StoredDtypes, with_dtype
+from llmtrain.model_folders import as_token_ids, folder_with, is_adapter, weight_files
+from llmtrain.models.dtypes import DTYPES, StoredDtypes, check_range, with_dtype
 from llmtrain.models.hub_models import causal_lm_classes
 from llmtrain.models.reward import scoring_code
+from llmtrain.models.text_tower import BASE_FILE, BaseTensors
 from llmtrain.parallel.shards import meta_like
 from llmtrain.redaction import redacted
 
@@ -29,9 +32,6 @@ MODULE_CLASS = "torch_module"
 
 # The auto classes of multimodal models.
 MULTIMODAL_CLASSES = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM")
-
-# The files of a multimodal model that prepare images and sound for it.
-PROCESSOR_FILES = "*processor_config.json"
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,8 @@ class ModelFiles:
             self.tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(redacted(self.card(parameters)))
         self.write_config(folder)
-        if self.base_tensors is None:
-            return
-
-        # The processor of the base, or in a checkpoint the name of the base.
-        if not self.is_finished and self.base_tensors.base is not None:
-            write_json(folder / BASE_FILE, self.base_tensors.base, durable=False)
-        if self.is_finished and self.base_tensors.folder is not None:
-            copy_processor(self.base_tensors.folder, folder)
+        if self.base_tensors is not None:
+            self.base_tensors.write(folder, self.is_finished)
 
     def write_config(self, folder: Path) -> None:
         """Write ``config.json``."""
@@ -195,18 +189,18 @@ class ModelFiles:
 
     def published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint by the names of published checkpoints."""
+        from transformers.core_model_loading import revert_weight_conversion
+
         if self.architecture is None:
             return tensors
         from_base = self.base_tensors.names if self.base_tensors is not None else frozenset()
         own = {name: tensor for name, tensor in tensors.items() if name not in from_base}
         others = {name: tensor for name, tensor in tensors.items() if name in from_base}
-        return published(self.architecture, own) | others
+        return {**revert_weight_conversion(self.architecture, own), **others}
 
     def cast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors, by the names in the folder, in the dtypes that they have there."""
-        if self.dtypes is None:
-            return tensors
-        return {name: self.dtypes.cast(name, tensor) for name, tensor in tensors.items()}
+        return self.dtypes.cast(tensors) if self.dtypes is not None else tensors
 
     def tensor_converter(self, model: nn.Module) -> TensorConverter:
         """Return a function that converts one tensor of a checkpoint without the others.
@@ -253,10 +247,60 @@ class ModuleFiles(ModelFiles):
         )
 
 
-def copy_processor(base: Path, folder: Path) -> None:
-    """Copy the files of a multimodal model's processor to another model folder."""
-    for path in base.glob(PROCESSOR_FILES):
-        shutil.copyfile(path, folder / path.name)
+def write_copy(source: Path, folder: Path, dtype: str | None) -> None:
+    """Copy a model folder, or that of an adapter.
+
+    The copy of a checkpoint has what the finished model gets from its base.
+
+    Args:
+        source: the folder.
+        folder: the folder to write, which exists.
+        dtype: a name in :data:`DTYPES`, to which the weights are cast.
+
+    Raises:
+        UserError: if the weights are quantized, pickled or damaged, or too large for the dtype, or
+            if the base of a checkpoint has other weights now.
+    """
+    base_tensors = BaseTensors.of_checkpoint(source)
+    if dtype is None and base_tensors is None:
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        return
+
+    paths = weight_files(source)
+    if not paths:
+        raise UserError(f"--dtype {dtype}: {source} holds no safetensors files to cast.")
+    config = read_object(source / "config.json")
+    if "quantization_config" in config:
+        raise UserError(
+            f"--dtype {dtype}: the weights in {source} are quantized; leave --dtype out, which "
+            "copies them."
+        )
+    other_files = shutil.ignore_patterns(*(path.name for path in paths))
+    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=other_files)
+    if config and dtype is not None:
+        write_json(folder / "config.json", with_dtype(config, DTYPES[dtype]))
+
+    index_file = folder / "model.safetensors.index.json"
+    index = read_object(index_file)
+    from_base: dict[str, Tensor] = {}
+    if base_tensors is not None:
+        (folder / BASE_FILE).unlink()
+        base_tensors.write(folder, is_finished=True)
+        from_base = base_tensors.read()
+    for path in paths:
+        with as_user_error(str(path), first_line), safe_open(path, "pt") as file:
+            metadata = file.metadata()
+            weights = {name: file.get_tensor(name) for name in [*file.keys()]}
+        if path == paths[-1]:
+            weights.update(from_base)
+        if dtype is not None:
+            weights = StoredDtypes(DTYPES[dtype]).cast(weights)
+            check_range(source, weights)
+        save_file(weights, folder / path.name, metadata)
+    if index:
+        index["weight_map"].update(dict.fromkeys(from_base, paths[-1].name))
+        index["metadata"] = {}  # the size of all tensors has changed
+        write_json(index_file, index)
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Size]:

@@ -20,7 +20,6 @@ from llmtrain.interfaces.model_bundle import Weights
 from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import ADAPTER_WEIGHTS
 from llmtrain.models.adapters import ignore_peft_warnings
-from llmtrain.models.base_tensors import BASE_FILE
 from llmtrain.models.dtypes import cast_weights
 from llmtrain.models.export import (
     MULTIMODAL_CLASSES,
@@ -30,6 +29,7 @@ from llmtrain.models.export import (
     gives_scores,
 )
 from llmtrain.models.lora_config import LoraConfig
+from llmtrain.models.text_tower import BASE_FILE
 from llmtrain.seeds import seed_of
 
 if TYPE_CHECKING:

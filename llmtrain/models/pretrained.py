@@ -6,7 +6,7 @@ It comes from a folder, from the hub, or from a configuration with random weight
 import copy
 import functools
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import nn
 
-from llmtrain.console import note, say
+from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model_bundle import ModelBundle, Weights
@@ -26,18 +26,13 @@ from llmtrain.models.adapters import (
     has_token_rows,
     trains_whole_modules,
 )
-from llmtrain.models.base_tensors import (
-    BaseTensors,
-    random_base_tensors,
-    stored_base_tensors,
-)
 from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.configuration import is_hub_kernel
 from llmtrain.models.continued_lora import load_lora, tokens_of_adapter
 from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
 from llmtrain.models.experts import ExpertObjective, balance_weight, is_mixture_of_experts
-from llmtrain.models.export import PROCESSOR_FILES, ModelFiles, config_values
+from llmtrain.models.export import ModelFiles, config_values
 from llmtrain.models.hub_models import check_origin, local_folder, origin_of
 from llmtrain.models.lora import AdapterFiles, add_lora, with_adapter_weights
 from llmtrain.models.lora_config import LoraConfig
@@ -46,7 +41,12 @@ from llmtrain.models.preference import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import check_gradients, leaks, probe
 from llmtrain.models.reward import with_padding_token
-from llmtrain.models.towers import outside_text_tower, remove_modules
+from llmtrain.models.text_tower import (
+    BaseTensors,
+    outside_text_tower,
+    remove_outside_text,
+    stored_base_tensors,
+)
 from llmtrain.models.weight_loading import InitialWeights
 from llmtrain.seeds import seed_of
 
@@ -157,9 +157,11 @@ def load_model(
     # The modules that text does not pass through are not loaded.
     outside_text = outside_text_tower(model)
     base_tensors: BaseTensors | None = None
-    if not is_adapted:
-        base_tensors = _base_tensors(model, base, outside_text, seed, is_reward_model, origin)
-    _remove_outside_text(model, outside_text)
+    if name is not None and not is_adapted:
+        base_tensors = stored_base_tensors(
+            model, outside_text, name, origin, is_reward_model=is_reward_model
+        )
+    remove_outside_text(model, outside_text)
 
     # The names of published tensors, and the initial weights, are those of the model as it is now.
     architecture: PreTrainedModel | None = None
@@ -238,9 +240,9 @@ def _base_dtypes(folder: Path, base_tensors: BaseTensors | None) -> StoredDtypes
     These may be in another folder, if the run starts from a checkpoint.
     """
     dtypes = stored_dtypes(folder)
-    if base_tensors is None or base_tensors.folder is None:
+    if base_tensors is None:
         return dtypes
-    untrained = stored_dtypes(base_tensors.folder).by_name
+    untrained = stored_dtypes(base_tensors.folder()).by_name
     return replace(dtypes, by_name={**untrained, **dtypes.by_name})
 
 
@@ -454,52 +456,6 @@ def _fit_vocabulary(
             f"{', '.join(tokens)} added to the vocabulary: {size:,} -> {needed_size:,}",
         )
     return new_tokens
-
-
-def _base_tensors(
-    model: "PreTrainedModel",
-    config: ModelConfig,
-    outside_text: Collection[str],
-    seed: int,
-    is_reward_model: bool,
-    origin: JsonObject,
-) -> BaseTensors | None:
-    """Return what the finished model gets from its base, or from random initial values."""
-    name = config.model_name_or_path
-    if name is None:
-        return random_base_tensors(copy.deepcopy(model), outside_text, seed)
-    tensors = stored_base_tensors(
-        model,
-        outside_text,
-        name,
-        config.model_revision,
-        is_reward_model=is_reward_model,
-        origin=origin,
-    )
-    if outside_text and tensors is not None and tensors.folder is not None:
-        has_processor = bool([*tensors.folder.glob(PROCESSOR_FILES)])
-        if not has_processor:
-            note(f"{name} has no {PROCESSOR_FILES}, so the finished model has no processor either")
-    return tensors
-
-
-def _remove_outside_text(model: "PreTrainedModel", modules: Mapping[str, Sequence[str]]) -> None:
-    """Remove the modules that text does not pass through, and log them.
-
-    Args:
-        model: the model.
-        modules: the names of their parameters by the name of the module.
-    """
-    if not modules:
-        return
-
-    parameters = [parameter for names in modules.values() for parameter in names]
-    count = sum(model.get_parameter(parameter).numel() for parameter in parameters)
-    say(
-        "text only",
-        f"{count:,} parameters are not loaded, as no text meets them: {', '.join(modules)}",
-    )
-    remove_modules(model, modules)
 
 
 def _freeze(model: "PreTrainedModel", pattern: str) -> None:

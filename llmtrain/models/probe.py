@@ -26,7 +26,7 @@ from llmtrain.models.causal_lm import (
 )
 from llmtrain.models.documents import Documents
 from llmtrain.models.experts import is_mixture_of_experts
-from llmtrain.models.towers import outermost_modules
+from llmtrain.models.text_tower import outermost_modules
 from llmtrain.parallel.blocks import blocks_of, reshard
 
 

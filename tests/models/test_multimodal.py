@@ -20,12 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.models import pretrained
-from llmtrain.models.base_tensors import BASE_FILE
 from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.export import how_to_load
 from llmtrain.models.hub_models import origin_of
 from llmtrain.models.lora import add_lora
 from llmtrain.models.probe import check_gradients
+from llmtrain.models.text_tower import BASE_FILE
 from llmtrain.record.saver import write_model
 from llmtrain.record.tensor_files import read_headers, read_tensors
 from tests.models.small_models import tiny_llama
@@ -166,7 +166,7 @@ def test_tensors_that_the_class_ignores_are_in_the_finished_model(
     tensors = finished_tensors(load(folder))
 
     assert torch.equal(tensors[IGNORED], dict(read_tensors(folder))[IGNORED])
-    assert "untrained mtp: " in capsys.readouterr().out
+    assert f"untrained {IGNORED} (1 tensor in all): " in capsys.readouterr().out
 
 
 def test_a_separately_stored_head_is_not_tied_unless_the_configuration_says_so(
@@ -207,18 +207,6 @@ def add_lora_with_head(name: str, is_tied: bool) -> Any:
     return add_lora(model, lora, "base", seed=0, new_tokens=[])
 
 
-def test_random_towers_are_in_the_finished_model_and_the_same_each_time(
-    load, gemma3: Path, gemma3_tensors: dict[str, Tensor]
-) -> None:
-    bundle = load(None, from_config=str(gemma3))
-
-    tensors = finished_tensors(bundle)
-
-    assert tensors.keys() == gemma3_tensors.keys()
-    assert all(tensor.isfinite().all() for tensor in tensors.values())
-    torch.testing.assert_close(finished_tensors(bundle), tensors, rtol=0, atol=0)
-
-
 # --- checkpoints, and bases with missing files
 
 
@@ -230,7 +218,8 @@ def test_a_checkpoint_names_its_base_and_a_run_from_it_gets_the_towers(
     assert not any(name.startswith(STORED_OUTSIDE) for name in tensors)
     write_model(tmp_path / "checkpoint", bundle.files, tensors)
     base = json.loads((tmp_path / "checkpoint" / BASE_FILE).read_text())
-    assert base == {"name": str(gemma3), "origin": origin_of(str(gemma3))}
+    names = sorted(name for name in gemma3_tensors if name.startswith(STORED_OUTSIDE))
+    assert base == {"base": str(gemma3), "origin": origin_of(str(gemma3)), "names": names}
     assert not (tmp_path / "checkpoint" / "processor_config.json").exists()
 
     restarted = load(tmp_path / "checkpoint")
@@ -244,7 +233,7 @@ def test_a_checkpoint_whose_base_has_changed_is_refused(load, tmp_path: Path) ->
 
     replace_weights(base, {name: tensor + 1 for name, tensor in read_tensors(base)})
 
-    with pytest.raises(UserError, match="base, and that has other weights now"):
+    with pytest.raises(UserError, match="base has other weights now"):
         load(tmp_path / "checkpoint")
 
 
@@ -253,28 +242,19 @@ def test_a_base_that_is_removed_during_a_run_is_noticed_at_its_end(load, tmp_pat
 
     (tmp_path / "base" / "model.safetensors").unlink()
 
-    with pytest.raises(UserError, match="base has changed since the run began"):
+    with pytest.raises(UserError, match="base has other weights now"):
         finished_tensors(bundle)
 
 
-def test_missing_processors_or_towers_of_a_base_are_noted(load, tmp_path: Path, capsys) -> None:
+def test_a_missing_processor_of_a_base_is_noted(load, tmp_path: Path, capsys) -> None:
     folder = write_checkpoint("Gemma3", tmp_path)
     load(folder)
-    output = capsys.readouterr()
-    assert "left out" not in output.out
-    assert "processor" not in output.err
+    assert "processor" not in capsys.readouterr().err
 
     for name in PROCESSOR_FILES:
         (folder / name).unlink()
     load(folder)
     assert "processor" in capsys.readouterr().err
-
-    tensors = dict(read_tensors(folder))
-    text_names = [name for name in tensors if not name.startswith(STORED_OUTSIDE)]
-    replace_weights(folder, {name: tensors[name] for name in text_names})
-    load(folder)
-    output = capsys.readouterr().out
-    assert "left out  model.vision_tower and model.multi_modal_projector: " in output
 
 
 # --- the model card of an adapter
