@@ -140,12 +140,9 @@ class TextModel:
                 cache = {}
             input_ids = torch.tensor([new_ids], device=self.model.device)
             out = self.model(input_ids, use_cache=True, **cache)
-            # transformers 5.24 renamed it.
-            cache_name = "cache" if hasattr(out, "cache") else "past_key_values"
-            # Some recurrent models keep their state elsewhere, and GPT-1 keeps none. Those compute
-            # all tokens again.
-            keys_and_values = getattr(out, cache_name, None)
-            cache = {} if keys_and_values is None else {cache_name: keys_and_values}
+            # transformers 5.24 renamed it. Some recurrent models keep their state elsewhere, and
+            # GPT-1 keeps none. Those compute all tokens again.
+            cache = {name: out[name] for name in ("cache", "past_key_values") if name in out}
             token = sample_token(out.logits[0, -1].float().cpu(), sampling, generator)
             if token in self.stop_token_ids:
                 break

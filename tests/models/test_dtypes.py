@@ -8,12 +8,13 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel, Qwen3Config
 
 import llmtrain as lt
 from llmtrain.cli import main
 from llmtrain.models.dtypes import DTYPES
+from llmtrain.record.tensor_files import read_tensors
 from tests.models.small_models import byte_tokenizer, export_model, tiny_llama
 
 IDS = torch.arange(1, 40)[None]
@@ -52,7 +53,7 @@ def export(source: Path, target: Path, flags: str = "") -> Path:
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
+    return dict(read_tensors(folder))
 
 
 def change_config(folder: Path, **changes: object) -> None:
@@ -80,7 +81,11 @@ def check_dtype(folder: Path, name: str, exact_logits: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_a_copy_has_the_chosen_dtype(bases: dict[str, Path], name: str, tmp_path: Path) -> None:
-    source = bases["float32"]
+    source = tmp_path / "source"
+    model = AutoModelForCausalLM.from_pretrained(bases["float32"])
+    model.save_pretrained(source, max_shard_size="50KB")
+    byte_tokenizer().save_pretrained(source)
+    assert len([*source.glob("*.safetensors")]) > 1
 
     copy = export(source, tmp_path / "copy", f"--dtype {name} --check")
 

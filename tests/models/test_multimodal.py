@@ -15,13 +15,19 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.models import pretrained
 from llmtrain.models.causal_lm import make_causal_lm
-from llmtrain.models.export import how_to_load
+from llmtrain.models.dtypes import dtype_name
+from llmtrain.models.export import how_to_load, write_copy
 from llmtrain.models.hub_models import origin_of
 from llmtrain.models.lora import add_lora
 from llmtrain.models.probe import check_gradients
@@ -224,6 +230,26 @@ def test_a_checkpoint_names_its_base_and_a_run_from_it_gets_the_towers(
 
     restarted = load(tmp_path / "checkpoint")
     assert finished_tensors(restarted).keys() == gemma3_tensors.keys()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_copy_of_a_checkpoint_is_complete(
+    load, gemma3: Path, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    bundle = load(gemma3)
+    write_model(tmp_path / "checkpoint", bundle.files, bundle.files.tensors(bundle.model))
+
+    (tmp_path / "copy").mkdir()
+    write_copy(tmp_path / "checkpoint", tmp_path / "copy", dtype and dtype_name(dtype))
+
+    model, info = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "copy", output_loading_info=True
+    )
+    assert not info["missing_keys"] | info["unexpected_keys"]
+    expected = AutoModelForImageTextToText.from_pretrained(gemma3).to(dtype).state_dict()
+    torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=0, atol=0)
+    assert not (tmp_path / "copy" / BASE_FILE).exists()
+    assert all((tmp_path / "copy" / name).exists() for name in PROCESSOR_FILES)
 
 
 def test_a_checkpoint_whose_base_has_changed_is_refused(load, tmp_path: Path) -> None:
