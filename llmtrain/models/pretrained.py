@@ -20,6 +20,7 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model_bundle import ModelBundle, Weights
 from llmtrain.interfaces.objective import Objective
 from llmtrain.json_types import JsonObject
+from llmtrain.model_folders import as_token_ids, vocabulary_of
 from llmtrain.models.adapters import (
     adapter_origin,
     check_base,
@@ -439,7 +440,7 @@ def _fit_vocabulary(
                 f"vocabulary of {size:,}; use the model's own tokenizer to make them."
             )
         return new_tokens
-    needed_size = max(rows.tokenizer.get_vocab().values()) + 1
+    needed_size = vocabulary_of(rows.tokenizer)
     if not set(range(size, needed_size)) <= set(new_tokens):
         name = config.model_name_or_path or config.from_config
         raise UserError(
@@ -493,11 +494,7 @@ def _generation_config(model: "PreTrainedModel", rows: PreparedRows) -> JsonObje
     if not rows.stop_token_ids or rows.tokenizer is None:
         return settings
 
-    stop_token_ids = settings.get("eos_token_id")
-    if stop_token_ids is None:
-        stop_token_ids = []
-    elif not isinstance(stop_token_ids, list):
-        stop_token_ids = [stop_token_ids]
+    stop_token_ids = as_token_ids(settings.get("eos_token_id"))
     settings["eos_token_id"] = sorted({*stop_token_ids, *rows.stop_token_ids})
     settings["bos_token_id"] = rows.tokenizer.bos_token_id
     return settings
