@@ -213,14 +213,18 @@ class ModelFiles:
         def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
             return self.cast(self.published({name: tensor}))
 
-        # Try it on tensors without memory.
+        def keep_name(name: str, tensor: Tensor) -> dict[str, Tensor]:
+            return self.cast({name: tensor})
+
+        # Try it on tensors without memory. A conversion takes a millisecond.
         tensors = {name: meta_like(tensor) for name, tensor in self.tensors(model).items()}
+        expected_shapes = _shapes(self.published(tensors))
+        if expected_shapes == _shapes(tensors):
+            return keep_name
         converted: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             converted.update(convert(name, tensor))
-        if _shapes(converted) == _shapes(self.published(tensors)):
-            return convert
-        return lambda name, tensor: self.cast({name: tensor})
+        return convert if _shapes(converted) == expected_shapes else keep_name
 
 
 @dataclass(frozen=True)
