@@ -17,15 +17,6 @@ from llmtrain.model_folders import weight_files
 
 # The dtypes that a finished model may have, by the names of the flags and of config.json.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# The dtypes that a model keeps, by those of its safetensors files.
-_KEPT_DTYPES = {
-    "F64": torch.float32,  # no model is trained in float64
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.bfloat16,  # 8 bits, without a quantization_config
-    "F8_E5M2": torch.bfloat16,
-}
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,8 @@ class StoredDtypes:
 def stored_dtypes(folder: Path) -> StoredDtypes:
     """Return the dtypes in which a model's folder holds its weights.
 
-    Quantized weights count as bfloat16, in which they are computed.
+    Quantized weights count as bfloat16, in which they are computed. Those of 64 or 8 bits count as
+    most of the others, because no model is trained in these dtypes.
 
     Raises:
         UserError: if a file of weights cannot be read.
@@ -63,11 +55,10 @@ def stored_dtypes(folder: Path) -> StoredDtypes:
     for path in weight_files(folder):
         with as_user_error(str(path), first_line), safe_open(path, "pt") as file:
             for name in [*file.keys()]:
-                stored = file.get_slice(name)
-                dtype = _KEPT_DTYPES.get(stored.get_dtype())
-                if dtype is not None:
-                    by_name[name] = dtype
-                    elements[dtype] += torch.Size(stored.get_shape()).numel()
+                tensor = file.get_tensor(name)  # is mapped, not read
+                if tensor.is_floating_point() and tensor.element_size() in (2, 4):
+                    by_name[name] = tensor.dtype
+                    elements[tensor.dtype] += tensor.numel()
 
     if read_object(folder / "config.json").get("quantization_config"):
         return StoredDtypes(torch.bfloat16)
