@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from llmtrain.models import attention_cpu, attention_gpu
 from llmtrain.models.attention_cpu import Block
 from llmtrain.models.documents import Documents
+from llmtrain.models.loss import matmul_dtype
 
 ATTENTION_NAME = "llmtrain"  # of the attention that :func:`register` adds to transformers
 
@@ -139,9 +140,7 @@ def _attend_on_gpu(
         return None
 
     # Under autocast, rotary positions make float32 of q and k.
-    dtype = v.dtype
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
+    dtype = matmul_dtype(v.device, v.dtype)
     q = q.to(dtype)
     k = k.to(dtype)
     v = v.to(dtype)

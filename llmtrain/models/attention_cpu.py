@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from llmtrain.models.loss import matmul_dtype
+
 # Rows between these lengths, in positions, are computed in blocks.
 MIN_LENGTH = 129  # PyTorch is faster for shorter ones, in float32 and without packing
 MAX_LENGTH = 512  # PyTorch needs less memory for longer ones
@@ -123,19 +125,14 @@ def attend_in_blocks(
         starts: int64 [B, T], the first position that each query may see; by default 0. Blocks from
             :func:`packed_blocks` have it in their masks already.
     """
-    if torch.is_autocast_enabled("cpu"):  # PyTorch's own attention casts in the same way
-        dtype = torch.get_autocast_dtype("cpu")
-        q = _autocast(q, dtype)
-        k = _autocast(k, dtype)
-        v = _autocast(v, dtype)
+    # PyTorch's own attention casts in the same way.
+    q = q.to(matmul_dtype(q.device, q.dtype))
+    k = k.to(matmul_dtype(k.device, k.dtype))
+    v = v.to(matmul_dtype(v.device, v.dtype))
 
     with torch.autocast("cpu", enabled=False):  # autocast would round the scores
         out: Tensor = _BlockwiseAttention.apply(q, k, v, scale, blocks, starts)  # type: ignore[no-untyped-call]
     return out
-
-
-def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
 class _BlockwiseAttention(torch.autograd.Function):

@@ -18,6 +18,7 @@ from llmtrain.models.experts import is_mixture_of_experts
 from llmtrain.models.loss import (
     inputs_of,
     linear_nll,
+    matmul_dtype,
     summed_nll,
     target_positions_of,
     targets_of,
@@ -408,7 +409,7 @@ def own_arguments(
         arguments["attention_mask"] = sees_all.expand(len(ids), 1, ids.shape[1], ids.shape[1])
         if documents is None:
             documents = Documents()  # one document in each row
-        documents = documents.ready_for(_dtype_of_products(model))
+        documents = documents.ready_for(matmul_dtype(model.device, model.dtype))
         arguments["documents"] = documents
     elif implementation.startswith("flash") and documents is not None:
         # Flash attention takes rows that are laid end to end.
@@ -469,15 +470,6 @@ def _in_rows(output: Tensor, input_ids: Tensor) -> Tensor:
     """Return outputs as rows [B, T - 1, C], also if the model got its rows laid end to end."""
     rows, length = input_ids.shape
     return output.view(rows, length - 1, -1)
-
-
-def _dtype_of_products(model: CausalLM) -> torch.dtype:
-    """Return the precision of matrix products: autocast's, or the model's own."""
-    device = model.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    dtype: torch.dtype = model.dtype
-    return dtype
 
 
 def head_of(model: "PreTrainedModel | CausalLM") -> nn.Module | None:

@@ -22,7 +22,7 @@ from llmtrain.models.attention import causal_attention
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.documents import Documents
 from llmtrain.models.export import ModelFiles
-from llmtrain.models.loss import inputs_of, linear_nll, targets_of
+from llmtrain.models.loss import inputs_of, linear_nll, matmul_dtype, targets_of
 from llmtrain.models.trainable import TrainableModel
 from llmtrain.parallel.shards import fill
 from llmtrain.seeds import seed_of
@@ -410,10 +410,7 @@ class GPT(TrainableModel):
             on_gpu = device.type == "cuda"
             documents = Documents.of(position_ids.cpu(), on_gpu).to(device)
 
-        dtype = self.head.dtype
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
-        return documents.ready_for(dtype)
+        return documents.ready_for(matmul_dtype(device, self.head.dtype))
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """Return the documents of a micro-batch whose rows have position ids.

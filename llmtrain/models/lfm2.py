@@ -27,6 +27,7 @@ from llmtrain.models.attention import causal_attention
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.documents import Documents
 from llmtrain.models.gpt import GPT, KeyedDropout, Stack, keys_at
+from llmtrain.models.loss import matmul_dtype
 
 _EPS = 1e-5
 _THETA = 10_000.0
@@ -66,15 +67,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Te
     return torch.cat([new_first, new_second], dim=-1)
 
 
-def _matmul_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a matrix product of x is computed: autocast's, or its own."""
-    device = x.device.type
-    # Autocast leaves float64 as it is.
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return x.dtype
-
-
 class _RMSNorm(torch.autograd.Function):
     """RMSNorm times a weight, followed by a rotation if there are angles.
 
@@ -92,7 +84,7 @@ class _RMSNorm(torch.autograd.Function):
         y: Tensor = (wide * scale).mul_(weight)
         if angles:
             y = _rotate(y, *angles)
-        return y.to(_matmul_dtype(x))
+        return y.to(matmul_dtype(x.device, x.dtype))
 
     @staticmethod
     @once_differentiable

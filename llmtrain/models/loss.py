@@ -10,6 +10,16 @@ from llmtrain.models import nll_kernels
 from llmtrain.padded_sizes import padded_size
 
 
+def matmul_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of matrix products: that of autocast, or ``dtype`` if autocast is off.
+
+    Autocast leaves float64 as it is.
+    """
+    if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+        return torch.get_autocast_dtype(device.type)
+    return dtype
+
+
 def targets_of(labels: Tensor) -> Tensor:
     """Return the targets of all positions but the last: [B, T] -> [B, T - 1].
 
@@ -111,9 +121,7 @@ def linear_nll(
         is_padding = target_positions < 0
         targets = targets[indices].where(~is_padding, IGNORED)
 
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        hidden = hidden.to(torch.get_autocast_dtype(device))
+    hidden = hidden.to(matmul_dtype(hidden.device, hidden.dtype))
 
     vocabulary = len(weight)
     # The gradient in place is rounded before backward applies the loss scale, which fp16 needs.
