@@ -34,7 +34,7 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.hub_models import auto_class
 from llmtrain.models.lora import AdapterFiles
 from llmtrain.models.meta_models import build_model
-from llmtrain.models.probe import differ
+from llmtrain.models.probe import differ, example_tokens
 from llmtrain.models.text_tower import outside_text_tower
 from llmtrain.parallel.placement import parameter_bytes, place
 from llmtrain.parallel.shards import local_shard
@@ -139,7 +139,7 @@ def load(accelerator: Accelerator, folder: Path, lora: LoraConfig | None = None)
 def take_step(bundle: ModelBundle) -> Step:
     """Take a step of plain gradient descent, without dropout."""
     model: Any = bundle.model
-    ids = (7 * torch.arange(48)[None] + 1) % model.vocabulary_size
+    ids = example_tokens(model, 1, 48)
     model.eval()
     loss = model(ids, labels=ids)
     loss.backward()
@@ -162,7 +162,7 @@ def _reload(bundle: ModelBundle, folder: Path) -> None:
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[problem], f"{problem} {sorted(map(str, info[problem]))[0]}"
     assert type(loaded) is model.own_class, f"it is loaded as {type(loaded).__name__}"
-    ids = (7 * torch.arange(48)[None] + 1) % model.vocabulary_size
+    ids = example_tokens(model, 1, 48)
     logits = model(ids, use_cache=False).logits
     assert not differ(loaded.eval()(ids, use_cache=False).logits, logits), "other logits"
 

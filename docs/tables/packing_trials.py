@@ -23,7 +23,15 @@ from llmtrain.models.causal_lm import CausalLM, make_causal_lm
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hub_models import auto_class, causal_lm_classes
 from llmtrain.models.meta_models import check_causal_lm_class
-from llmtrain.models.probe import differ, leaks, probe, probe_output, shares_prompts, trying
+from llmtrain.models.probe import (
+    differ,
+    example_tokens,
+    leaks,
+    probe,
+    probe_output,
+    shares_prompts,
+    trying,
+)
 from llmtrain.models.text_tower import outside_text_tower, remove_outside_text
 
 Verdict = Literal["leaks", "packs", "shares"]  # the worst first
@@ -191,7 +199,7 @@ def _reason_of_leak(model: CausalLM) -> str:
     That module returns other hidden states for the second document of a row if the first document
     changes, although it gets the same ones.
     """
-    ids = (7 * torch.arange(4 * _DOCUMENT).view(2, -1) + 1) % model.vocabulary_size
+    ids = example_tokens(model, 2, 2 * _DOCUMENT)
     other_ids = ids.clone()
     other_ids[:, :_DOCUMENT] = other_ids[:, :_DOCUMENT].flip(1)
 

@@ -3,13 +3,9 @@
 from __future__ import annotations  # so that annotations do not import torch
 
 import contextlib
-import traceback
 from collections.abc import Iterator
-from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from llmtrain.config.unknown_names import did_you_mean
 from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,55 +70,25 @@ class Model(Protocol):
 
 
 _NAMES = ("base_model", "nll", "hidden", "logits", "logits_at", "run_layers")
-_PAGE = "docs/guides/own-model.md"
 
 
 @contextlib.contextmanager
 def missing_names_explained(model: object) -> Iterator[None]:
-    """Explain in one line which name of a model an objective or a metric has not found.
-
-    If the model's own code lacks a name, the error stays as it is: its traceback is needed.
+    """Explain in one line which of these names an objective or a metric has not found.
 
     Args:
         model: the unwrapped model.
 
     Raises:
-        UserError: for an AttributeError of other code than the model's, about the model itself.
+        UserError: instead of the AttributeError.
     """
     try:
         yield
     except AttributeError as error:
-        reader = _reader(error)
-        if error.obj is not model or reader.f_locals.get("self") is model:
+        if error.obj is not model or error.name not in _NAMES:
             raise
-
-        name = str(error.name)
-        code = reader.f_code
-        place = f"{code.co_qualname} ({Path(code.co_filename).name}, line {reader.f_lineno})"
+        own_class: type = getattr(model, "own_class", type(model))
         raise UserError(
-            f"{place} uses {name} of the model, which {class_name(model)} does not have; "
-            f"{_remedy(model, name)}"
+            f"an objective or a metric uses {error.name} of the model, which {own_class.__name__} "
+            "does not have; add it to the class, as docs/guides/own-model.md describes."
         ) from error
-
-
-def _reader(error: AttributeError) -> FrameType:
-    """Return the frame that has read the missing attribute."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # nn.Module looks for parameters and modules in `__getattr__`.
-    while frames[-1].f_code.co_name == "__getattr__":
-        frames.pop()
-    return frames[-1]
-
-
-def _remedy(model: object, name: str) -> str:
-    if name in _NAMES:
-        return f"add it to the class, as {_PAGE} describes."
-    names = [known for known in {*dir(model), *_NAMES} if not known.startswith("_")]
-    question = did_you_mean(name, sorted(names)).removeprefix(" - ")
-    return question or f"{_PAGE} lists what every model has."
-
-
-def class_name(model: object) -> str:
-    """Return the name of a model's class, before this package and FSDP2 have extended it."""
-    own_class: type = getattr(model, "own_class", type(model))
-    return own_class.__name__.removeprefix("FSDP")

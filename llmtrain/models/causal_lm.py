@@ -4,7 +4,7 @@ Model classes differ in ways that no configuration shows. Some change the logits
 example. :mod:`llmtrain.models.probe` tries the model itself to find out.
 """
 
-import importlib.util
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -19,12 +19,11 @@ from llmtrain.models.loss import (
     inputs_of,
     linear_nll,
     matmul_dtype,
-    summed_nll,
     target_positions_of,
     targets_of,
 )
 from llmtrain.models.short_convolution import keep_documents_apart
-from llmtrain.models.trainable import TrainableModel, at_targets, put_in_front
+from llmtrain.models.trainable import TrainableModel, nll_of_logits, put_in_front
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -55,10 +54,7 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         shares_prompts: whether a row of preference pairs holds a prompt once, followed by both
             answers. Only this package's attention can keep the answers apart.
         gives_scores: whether this is a reward model, which has no head that makes logits.
-        vocabulary_size: the number of tokens that the model knows.
         has_short_convolutions: whether layers other than attention take the documents of a row.
-        takes_document_numbers: whether the model may have recurrent layers whose GPU kernels take
-            the number of each position's document.
     """
 
     own_class: ClassVar[type]
@@ -66,25 +62,15 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
     row_length: int = 0
     shares_prompts: bool = False
     gives_scores: bool = False
-    vocabulary_size: int = 0
     has_short_convolutions: bool = False
-    takes_document_numbers: bool = False
 
     @property
     def base_model(self) -> nn.Module:
-        """The model without its head, which returns hidden states; ``self`` if there is none.
-
-        For Llama 4, transformers looks for it under a wrong name.
-        """
+        """The model without its head, which returns hidden states; ``self`` if there is none."""
         base: nn.Module = super().base_model
-        if base is not self:
-            return base
-        head = head_of(self)
-        for module in self.modules():  # outer modules come first
-            is_model = module is not self and hasattr(module, "get_input_embeddings")
-            if is_model and head is not None and head not in {*module.modules()}:
-                return module
-        return self
+        if base is self:  # transformers looks for that of Llama 4 under a wrong name
+            base = getattr(self, "model", self)
+        return base
 
     def recompute_blocks(self, every: int) -> None:
         """Choose the blocks that compute their activations again in the backward pass.
@@ -106,13 +92,6 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
                 "--gradient_checkpointing out."
             )
         self.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
-
-    def own_forward(self, **arguments: Any) -> Any:
-        """Call the ``forward`` of the model's own class, past that of :class:`TrainableModel`.
-
-        In the order of base classes, the model's own class comes after ``TrainableModel``.
-        """
-        return super(TrainableModel, self).forward(**arguments)
 
     def nll(
         self,
@@ -137,67 +116,46 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
                 if there are ``target_positions``.
             columns: see :meth:`hidden`.
         """
-        targets = targets_of(labels)
-        if self.head_is_linear:
-            hidden = self.hidden(input_ids, **columns)
-            nll: Tensor = self._head(  # a LossHead, which computes the loss as well
+        if not self.head_is_linear:
+            logits = self.logits(input_ids, **columns)
+            return nll_of_logits(logits, labels, target_positions, per_target)
+
+        def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return linear_nll(
                 hidden,
-                targets=targets,
+                weight,
+                targets_of(labels),
+                bias=bias,
                 softcap=softcap_of(self),
                 target_positions=target_positions,
                 per_target=per_target,
             )
-            return nll
 
-        nll = summed_nll(self.logits(input_ids, **columns), targets, per_target)
-        if per_target and target_positions is not None:
-            return at_targets(nll, target_positions)
+        head: Any = head_of(self)
+        nll: Tensor = head(self.hidden(input_ids, **columns), loss)
         return nll
 
-    def hidden(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        documents: Documents | None = None,
-        **other_columns: object,
-    ) -> Tensor:
+    def hidden(self, input_ids: Tensor, **columns: Any) -> Tensor:
         """Return the last hidden states [B, T - 1, C] of all positions that have a next token.
 
         As with :meth:`nll`, call this inside ``forward`` only, where FSDP has gathered the weights.
 
         Args:
             input_ids: tokens [B, T].
-            position_ids: [B, T]. A row may hold several documents. The positions of each begin at
-                0, and its tokens attend to nothing before it.
-            documents: the documents of the rows, if :meth:`prepare_batch` has found them.
-            other_columns: columns of the micro-batch that this model does not need.
-
-        Raises:
-            UserError: if the class has no base model.
+            columns: ``position_ids`` [B, T], if a row may hold several documents: the positions of
+                each begin at 0, and its tokens attend to nothing before it; ``documents``, if
+                :meth:`prepare_batch` has found them; other columns are not needed.
         """
-        if self.base_model is self:
-            raise UserError(
-                f"{self.own_class.__name__} has no base model that returns hidden states; use its "
-                "logits instead."
-            )
-        arguments = self._arguments(input_ids, position_ids, documents)
-        hidden: Tensor = self.base_model(**arguments).last_hidden_state
-        return _in_rows(hidden, input_ids)
+        hidden: Tensor = self.base_model(**self._arguments(input_ids, columns)).last_hidden_state
+        return hidden.view(len(input_ids), -1, hidden.shape[-1])  # also if laid end to end
 
-    def logits(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        documents: Documents | None = None,
-        **other_columns: object,
-    ) -> Tensor:
+    def logits(self, input_ids: Tensor, **columns: Any) -> Tensor:
         """Return the logits [B, T - 1, V] of all positions that have a next token.
 
         The arguments are those of :meth:`hidden`.
         """
-        arguments = self._arguments(input_ids, position_ids, documents)
-        logits: Tensor = self.own_forward(**arguments).logits
-        return _in_rows(logits, input_ids)
+        logits: Tensor = self.own_forward(**self._arguments(input_ids, columns)).logits
+        return logits.view(len(input_ids), -1, logits.shape[-1])
 
     def logits_at(self, positions: Tensor, input_ids: Tensor, **columns: Any) -> Tensor:
         """Return float32 logits [N, V] at some positions.
@@ -212,13 +170,9 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
             logits = self.logits(input_ids, **columns)
             return logits.flatten(0, 1).index_select(0, positions).float()
 
-        hidden = self.hidden(input_ids, **columns)
-        head_output: Tensor = self._head(hidden, positions=positions)
-        logits = head_output.float()
-        softcap = softcap_of(self)
-        if softcap is None:
-            return logits
-        return softcap * torch.tanh(logits / softcap)
+        hidden = self.hidden(input_ids, **columns).flatten(0, 1).index_select(0, positions)
+        head: Any = head_of(self)
+        return softcapped(self, head(hidden).float())
 
     def run_layers(self, input_ids: Tensor, **columns: Any) -> None:
         """Run the layers of the model and return nothing, for hooks that read something there."""
@@ -227,13 +181,12 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         else:
             self.logits(input_ids, **columns)
 
-    def _arguments(
-        self, input_ids: Tensor, position_ids: Tensor | None, documents: Documents | None
-    ) -> dict[str, Any]:
+    def _arguments(self, input_ids: Tensor, columns: Batch) -> dict[str, Any]:
         """Return the arguments of the model's own ``forward``, for all but the last position."""
-        if position_ids is not None:
-            position_ids = inputs_of(position_ids)
-        return own_arguments(self, inputs_of(input_ids), position_ids, documents)
+        positions = columns.get("position_ids")
+        if positions is not None:
+            positions = inputs_of(positions)
+        return own_arguments(self, inputs_of(input_ids), positions, columns.get("documents"))
 
     def outputs(
         self,
@@ -242,19 +195,15 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         documents: Documents | None = None,
         **columns: Any,
     ) -> Any:
-        """Return the outputs of the model's own ``forward``."""
-        # `prepare_batch` finds documents for the first T - 1 positions only, because the last one
-        # has no next token. Here all T positions are computed, so those documents do not fit, and
-        # are left to transformers to find in the position ids.
-        starts = documents.starts if documents is not None else None
-        if starts is not None and starts.shape != input_ids.shape:
-            documents = None
-        if documents is None and position_ids is not None and self.has_short_convolutions:
-            # transformers finds documents for its attention alone.
-            documents = Documents.of(position_ids.cpu(), input_ids.is_cuda).to(input_ids.device)
-            columns.setdefault("use_cache", False)
-        if documents is not None:
-            columns["documents"] = documents
+        """Return the outputs of the model's own ``forward``.
+
+        Packed documents are found in the position ids again: ``documents`` are those of the first
+        T - 1 positions. With a cache, or with an attention mask, transformers looks for none.
+        """
+        if position_ids is not None:
+            uses_cache = columns.setdefault("use_cache", False)
+            if self.has_short_convolutions and not uses_cache:
+                columns["documents"] = documents_of(position_ids)
         return self.own_forward(input_ids=input_ids, position_ids=position_ids, **columns)
 
     def prepare_batch(self, batch: Batch) -> Batch:
@@ -273,13 +222,6 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         if len(target_positions) < targets_of(batch["labels"]).numel():
             prepared["target_positions"] = target_positions
         return prepared
-
-    @property
-    def _head(self) -> nn.Module:
-        """The module that makes logits."""
-        head = head_of(self)
-        assert head is not None
-        return head
 
     def flops_per_token(self) -> int:
         """Return the operations of forward and backward: 6 N + 12 L H Q T.
@@ -307,48 +249,19 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
 class LossHead(nn.Module):
     """The ``forward`` of a linear head that also computes the loss.
 
-    FSDP2 gathers the weights of the head only when the head itself is called, so everything that is
-    computed with them is a mode of this call. :func:`make_causal_lm` changes the class of a head to
-    a subclass of ``LossHead`` and of the head's own class: ``nn.Linear``, or peft's wrapper of one.
+    FSDP2 gathers the weights of the head only when the head itself is called, so whatever is
+    computed with them is computed in this call. :func:`make_causal_lm` changes the class of a head
+    to a subclass of ``LossHead`` and of the head's own class: ``nn.Linear``, or peft's wrapper of
+    one.
     """
 
     own_class: ClassVar[type]
 
-    def forward(
-        self,
-        hidden: Tensor,
-        targets: Tensor | None = None,
-        softcap: float | None = None,
-        target_positions: Tensor | None = None,
-        per_target: bool = False,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        """Return the summed nll if there are targets, and logits otherwise.
-
-        Args:
-            hidden: the last hidden states [B, T, C].
-            targets: tokens [B, T], already shifted.
-            softcap: applied to the logits before the nll. Logits are returned without it.
-            target_positions: int64 [N], indices into the flattened targets that count.
-            per_target: return the nll of each target.
-            positions: int64 [N], indices into the flattened positions; return the logits
-                [N, V] of these only.
-        """
-        weight, bias = linear_parts(self)
-        assert weight is not None
-        if targets is not None:
-            return linear_nll(
-                hidden,
-                weight,
-                targets,
-                bias=bias,
-                softcap=softcap,
-                target_positions=target_positions,
-                per_target=per_target,
-            )
-
-        if positions is not None:
-            hidden = hidden.flatten(0, -2).index_select(0, positions)
+    def forward(self, hidden: Tensor, loss: Callable[..., Tensor] | None = None) -> Tensor:
+        """Return the logits of hidden states [..., C], or ``loss(hidden, weight, bias)``."""
+        if loss is not None:
+            weight, bias = linear_parts(self)
+            return loss(hidden, weight, bias)
         logits: Tensor = super().forward(hidden)  # that of the head's own class
         return logits
 
@@ -373,11 +286,7 @@ def make_causal_lm(
     causal_lm.row_length = row_length
     causal_lm.shares_prompts = shares_prompts
     causal_lm.gives_scores = gives_scores
-    causal_lm.vocabulary_size = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
     causal_lm.has_short_convolutions = keep_documents_apart(model)
-    causal_lm.takes_document_numbers = has_recurrence_kernels() and any(
-        isinstance(module, nn.Conv1d) for module in model.modules()
-    )
 
     head = head_of(causal_lm)
     if head is not None and linear_parts(head)[0] is not None:
@@ -398,7 +307,7 @@ def own_arguments(
         documents: the documents, if they are known.
     """
     if documents is None and positions is not None:
-        documents = Documents.of(positions.cpu(), ids.is_cuda).to(ids.device)
+        documents = documents_of(positions)
     arguments: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
 
     implementation = model.config._attn_implementation or ""
@@ -407,10 +316,8 @@ def own_arguments(
         # that are not needed here. Our attention ignores this one; `expand` takes no memory.
         sees_all = torch.ones((), dtype=torch.bool, device=ids.device)
         arguments["attention_mask"] = sees_all.expand(len(ids), 1, ids.shape[1], ids.shape[1])
-        if documents is None:
-            documents = Documents()  # one document in each row
-        documents = documents.ready_for(matmul_dtype(model.device, model.dtype))
-        arguments["documents"] = documents
+        known = documents or Documents()  # one document in each row
+        arguments["documents"] = known.ready_for(matmul_dtype(model.device, model.dtype))
     elif implementation.startswith("flash") and documents is not None:
         # Flash attention takes rows that are laid end to end.
         assert positions is not None
@@ -419,27 +326,16 @@ def own_arguments(
         for side in ("q", "k"):
             arguments[f"cu_seq_lens_{side}"] = documents.borders
             arguments[f"max_length_{side}"] = ids.shape[1]
-
-    takes_numbers = model.takes_document_numbers and ids.is_cuda
-    if documents is None or documents.starts is None:
-        return arguments
-    if not model.has_short_convolutions and not takes_numbers:
-        return arguments
-
-    if implementation.startswith("flash"):
-        documents = documents.laid_end_to_end()
-    if model.has_short_convolutions:
+        if model.has_short_convolutions:
+            arguments["documents"] = documents.laid_end_to_end()
+    elif model.has_short_convolutions:
         arguments["documents"] = documents
-    if takes_numbers:
-        # Not run on a GPU yet. `probe.leaks` finds out whether the class does what it should.
-        arguments["seq_idx"] = documents.numbers()
     return arguments
 
 
-def has_recurrence_kernels() -> bool:
-    """Return whether the GPU kernels are installed that keep documents apart in Mamba's layers."""
-    packages = ("causal_conv1d", "mamba_ssm")
-    return all(importlib.util.find_spec(package) is not None for package in packages)
+def documents_of(positions: Tensor) -> Documents:
+    """Return the documents of packed rows, given their position ids [B, T], on their device."""
+    return Documents.of(positions.cpu(), positions.is_cuda).to(positions.device)
 
 
 def _attention_flops(config: "PreTrainedConfig") -> int:
@@ -447,29 +343,11 @@ def _attention_flops(config: "PreTrainedConfig") -> int:
     layer_configs = config.per_layer_config  # the layers of Gemma 4 have heads of two sizes
     layer_types = getattr(config, "layer_types", None) or ["attention"] * len(layer_configs)
     flops = 0
-    for layer_config, layer_type in zip(layer_configs, layer_types, strict=False):
-        if layer_type not in _WITHOUT_ATTENTION:
-            flops += _attention_flops_of_layer(layer_config)
+    for layer, layer_type in zip(layer_configs, layer_types, strict=False):
+        heads = getattr(layer, "num_attention_heads", None)
+        if heads and layer_type not in _WITHOUT_ATTENTION:
+            flops += 12 * heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
     return flops
-
-
-def _attention_flops_of_layer(config: "PreTrainedConfig") -> int:
-    """Return the operations of an attention layer, forward and backward, per pair of tokens."""
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads:  # such as Mamba
-        return 0
-
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    # Latent attention has queries and keys of another size than its values.
-    query_size = getattr(config, "qk_head_dim", None) or size
-    value_size = getattr(config, "v_head_dim", None) or size
-    return int(6 * heads * (query_size + value_size))
-
-
-def _in_rows(output: Tensor, input_ids: Tensor) -> Tensor:
-    """Return outputs as rows [B, T - 1, C], also if the model got its rows laid end to end."""
-    rows, length = input_ids.shape
-    return output.view(rows, length - 1, -1)
 
 
 def head_of(model: "PreTrainedModel | CausalLM") -> nn.Module | None:
@@ -482,10 +360,10 @@ def softcap_of(model: "PreTrainedModel | CausalLM") -> float | None:
     return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
 
-def sliding_window(model: CausalLM) -> int | None:
-    """Return the size of the model's sliding window, if a row may be longer."""
-    window: int | None = getattr(model.config.get_text_config(), "sliding_window", None)
-    return window if window and window < model.row_length else None
+def softcapped(model: CausalLM, head_output: Tensor) -> Tensor:
+    """Return the logits that a linear head has computed, after the softcap of the model."""
+    softcap = softcap_of(model)
+    return head_output if softcap is None else softcap * torch.tanh(head_output / softcap)
 
 
 def linear_parts(head: nn.Module) -> tuple[Tensor | None, Tensor | None]:

@@ -7,16 +7,12 @@ looked up in ``packing_verdicts.json`` instead. The model is tried when its weig
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llmtrain.interfaces.packing_support import PackingSupport
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hub_models import causal_lm_classes
 from llmtrain.models.meta_models import check_causal_lm_class
 from llmtrain.models.reward import check_reward_family
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 # Made by docs/tables/models_table.py, which tries a small model of every class. The verdict on a
 # class is "leaks", "packs", or "shares", which means that it packs and shares prompts as well.
@@ -41,20 +37,14 @@ def packing_support(config: ModelConfig, *, is_reward_model: bool = False) -> Pa
     else:
         check_causal_lm_class(config, model_config)
 
+    has_own_code = "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
     name = str(config.model_name_or_path or config.from_config)
-    if config.trust_remote_code and _has_own_code(model_config):
+    if config.trust_remote_code and has_own_code:
         return PackingSupport(name, problem="its code is not part of transformers")
-    class_name = _class_name(model_config)
-    if class_name is None:
-        return PackingSupport(name, problem="transformers has no causal LM of this type")
-    return _support_of_class(class_name, model_config, config)
 
-
-def _support_of_class(
-    class_name: str, model_config: "PreTrainedConfig", config: ModelConfig
-) -> PackingSupport:
-    """Return what rows a model of a class of transformers can be trained on."""
-    verdict = _verdicts().get(class_name)
+    names = causal_lm_classes(model_config.model_type)
+    class_name = name if names is None else names[0]
+    verdict = json.loads(VERDICTS.read_text(encoding="utf-8"))["classes"].get(class_name)
     if verdict is None:
         return PackingSupport(class_name, problem="the class was not tried")
     if verdict == "leaks":
@@ -70,20 +60,3 @@ def _support_of_class(
         packs=True,
         shares_prompts=verdict == "shares" and implementation == "sdpa" and not has_chunks,
     )
-
-
-def _verdicts() -> dict[str, str]:
-    """Return the verdicts on the classes of transformers, by the name of the class."""
-    classes: dict[str, str] = json.loads(VERDICTS.read_text(encoding="utf-8"))["classes"]
-    return classes
-
-
-def _has_own_code(model_config: "PreTrainedConfig") -> bool:
-    """Return whether the model comes with the code of its class."""
-    return "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
-
-
-def _class_name(model_config: "PreTrainedConfig") -> str | None:
-    """Return the name of transformers' class that is trained, or ``None`` if it has none."""
-    names = causal_lm_classes(model_config.model_type)
-    return names[0] if names is not None else None

@@ -90,8 +90,7 @@ def test_nan_differs_from_everything_and_masked_logits_do_not_differ(
     assert probes.differ(torch.tensor(values), torch.tensor(other_values)) == expected
 
 
-def test_example_tokens_differ_even_if_7_divides_the_vocabulary(llama: CausalLM) -> None:
-    assert llama.vocabulary_size % 7 == 0
+def test_example_tokens_differ(llama: CausalLM) -> None:
     ids = probes.example_tokens(llama, 2, 16)
     assert len(ids.unique()) == ids.numel()
 

@@ -213,7 +213,7 @@ def test_two_answers_to_a_shared_prompt_have_the_logits_of_two_rows(family: str)
     codes = torch.tensor([[0] * 11 + [1] * 5])
     documents = Documents.of(positions, answers=codes)
     with torch.no_grad():
-        logits = model(**own_arguments(model, ids, positions, documents)).logits[0]
+        logits = model.own_forward(**own_arguments(model, ids, positions, documents)).logits[0]
         expected_first = stock(torch.tensor([prompt + first])).logits[0, 4:]
         expected_second = stock(torch.tensor([prompt + second])).logits[0, 4:]
 
