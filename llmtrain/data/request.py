@@ -146,8 +146,8 @@ def _with_packing(chat: RowConfig, support: PackingSupport) -> RowConfig:
     """Decide on ``--packing`` and ``--share_prompts``, unless the user did."""
     chat = copy.copy(chat)
     if chat.packing is None:
-        chat.packing = support.packs
-        if not support.packs:
+        chat.packing = not support.packing_problem
+        if support.packing_problem:
             examples = "pairs" if isinstance(chat, PairConfig) else "conversations"
             say("packing", f"{examples} are not packed: {support.packing_problem}")
     if isinstance(chat, PairConfig) and chat.share_prompts is None and chat.is_packed:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations  # so that annotations do not import torch
 
-import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
-
-from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,7 +22,7 @@ class Model(Protocol):
 
     @property
     def base_model(self) -> nn.Module:
-        """The model without its head, such as for hooks. :meth:`hidden` calls it."""
+        """The model without its head."""
 
     def nll(
         self,
@@ -50,7 +46,10 @@ class Model(Protocol):
         """
 
     def hidden(self, input_ids: Tensor, **columns: Any) -> Tensor:
-        """Return the last hidden states [B, T - 1, C], of which the head makes logits."""
+        """Return the last hidden states [B, T - 1, C], of which the head makes logits.
+
+        It calls :attr:`base_model`, so hooks there can read something in the layers.
+        """
 
     def logits(self, input_ids: Tensor, **columns: Any) -> Tensor:
         """Return the logits [B, T - 1, V] of all positions, in the precision of the head."""
@@ -64,31 +63,3 @@ class Model(Protocol):
             input_ids: tokens [B, T].
             columns: the other columns of the micro-batch.
         """
-
-    def run_layers(self, input_ids: Tensor, **columns: Any) -> None:
-        """Run the layers, and return nothing, for hooks that read something there."""
-
-
-_NAMES = ("base_model", "nll", "hidden", "logits", "logits_at", "run_layers")
-
-
-@contextlib.contextmanager
-def missing_names_explained(model: object) -> Iterator[None]:
-    """Explain in one line which of these names an objective or a metric has not found.
-
-    Args:
-        model: the unwrapped model.
-
-    Raises:
-        UserError: instead of the AttributeError.
-    """
-    try:
-        yield
-    except AttributeError as error:
-        if error.obj is not model or error.name not in _NAMES:
-            raise
-        own_class: type = getattr(model, "own_class", type(model))
-        raise UserError(
-            f"an objective or a metric uses {error.name} of the model, which {own_class.__name__} "
-            "does not have; add it to the class, as docs/guides/own-model.md describes."
-        ) from error

@@ -4,6 +4,7 @@ Model classes differ in ways that no configuration shows. Some change the logits
 example. :mod:`llmtrain.models.probe` tries the model itself to find out.
 """
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -120,17 +121,13 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
             logits = self.logits(input_ids, **columns)
             return nll_of_logits(logits, labels, target_positions, per_target)
 
-        def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return linear_nll(
-                hidden,
-                weight,
-                targets_of(labels),
-                bias=bias,
-                softcap=softcap_of(self),
-                target_positions=target_positions,
-                per_target=per_target,
-            )
-
+        loss = functools.partial(
+            linear_nll,
+            targets=targets_of(labels),
+            softcap=softcap_of(self),
+            target_positions=target_positions,
+            per_target=per_target,
+        )
         head: Any = head_of(self)
         nll: Tensor = head(self.hidden(input_ids, **columns), loss)
         return nll
@@ -174,13 +171,6 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         head: Any = head_of(self)
         return softcapped(self, head(hidden).float())
 
-    def run_layers(self, input_ids: Tensor, **columns: Any) -> None:
-        """Run the layers of the model and return nothing, for hooks that read something there."""
-        if self.head_is_linear:
-            self.hidden(input_ids, **columns)
-        else:
-            self.logits(input_ids, **columns)
-
     def _arguments(self, input_ids: Tensor, columns: Batch) -> dict[str, Any]:
         """Return the arguments of the model's own ``forward``, for all but the last position."""
         positions = columns.get("position_ids")
@@ -188,23 +178,19 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
             positions = inputs_of(positions)
         return own_arguments(self, inputs_of(input_ids), positions, columns.get("documents"))
 
-    def outputs(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        documents: Documents | None = None,
-        **columns: Any,
-    ) -> Any:
+    def outputs(self, input_ids: Tensor, **columns: Any) -> Any:
         """Return the outputs of the model's own ``forward``.
 
         Packed documents are found in the position ids again: ``documents`` are those of the first
         T - 1 positions. With a cache, or with an attention mask, transformers looks for none.
         """
-        if position_ids is not None:
+        columns.pop("documents", None)
+        positions = columns.get("position_ids")
+        if positions is not None:
             uses_cache = columns.setdefault("use_cache", False)
             if self.has_short_convolutions and not uses_cache:
-                columns["documents"] = documents_of(position_ids)
-        return self.own_forward(input_ids=input_ids, position_ids=position_ids, **columns)
+                columns["documents"] = documents_of(positions)
+        return self.own_forward(input_ids=input_ids, **columns)
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """Return further columns of a micro-batch: where its documents begin and its targets are.
@@ -258,12 +244,16 @@ class LossHead(nn.Module):
     own_class: ClassVar[type]
 
     def forward(self, hidden: Tensor, loss: Callable[..., Tensor] | None = None) -> Tensor:
-        """Return the logits of hidden states [..., C], or ``loss(hidden, weight, bias)``."""
-        if loss is not None:
-            weight, bias = linear_parts(self)
-            return loss(hidden, weight, bias)
-        logits: Tensor = super().forward(hidden)  # that of the head's own class
-        return logits
+        """Return the logits of hidden states [..., C], or ``loss(hidden, weight, bias=bias)``.
+
+        With LoRA, peft can train a copy of the head, or the rows of some tokens next to a frozen
+        head. Then ``weight`` is the copy's, or the frozen one with those rows replaced.
+        """
+        if loss is None:
+            logits: Tensor = super().forward(hidden)  # that of the head's own class
+            return logits
+        original = linear_of(self)
+        return loss(hidden, self.weight, bias=getattr(self, "bias", original.bias))
 
 
 def make_causal_lm(
@@ -289,7 +279,7 @@ def make_causal_lm(
     causal_lm.has_short_convolutions = keep_documents_apart(model)
 
     head = head_of(causal_lm)
-    if head is not None and linear_parts(head)[0] is not None:
+    if head is not None and type(linear_of(head)) is nn.Linear:
         put_in_front(LossHead, head)
         causal_lm.head_is_linear = True  # of nearly all models
     return causal_lm
@@ -366,24 +356,7 @@ def softcapped(model: CausalLM, head_output: Tensor) -> Tensor:
     return head_output if softcap is None else softcap * torch.tanh(head_output / softcap)
 
 
-def linear_parts(head: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    """Return weight [V, C] and bias [V] of a linear head; ``None`` for any other head.
-
-    With LoRA, peft can train a copy of the head, or the rows of some tokens next to a frozen head.
-    Then the weight that is returned is the copy's, or the frozen one with those rows replaced.
-    """
-    class_before = getattr(head, "own_class", type(head))  # before it became a LossHead
-    if class_before is nn.Linear:
-        linear = cast(nn.Linear, head)
-        return linear.weight, linear.bias
-
-    copies: nn.ModuleDict | None = getattr(head, "modules_to_save", None)
-    if copies is not None:
-        return linear_parts(copies["default"])
-
-    token_adapter = getattr(head, "token_adapter", None)
-    original = getattr(head, "original_module", None)
-    if type(original) is nn.Linear and token_adapter is not None:
-        weight: Tensor = token_adapter.get_merged_weights(head.active_adapters)
-        return weight, original.bias
-    return None, None
+def linear_of(head: nn.Module) -> nn.Module:
+    """Return a head without peft's wrapper for a trained copy or trained rows."""
+    original: nn.Module = getattr(head, "original_module", head)
+    return original

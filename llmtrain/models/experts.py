@@ -129,7 +129,7 @@ def count_choices(model: Any, batch: Batch) -> Tensor:
         probabilities, and the number of positions. It adds up over micro-batches.
     """
     with _router_logits_of(model.base_model) as router_logits:
-        model.run_layers(**batch)
+        model.hidden(**batch)
     is_routed = routed_positions(batch["labels"])
     experts_per_token = int(model.config.get_text_config().num_experts_per_tok)
 

@@ -377,10 +377,6 @@ class GPT(TrainableModel):
         hidden = self.hidden(input_ids, **columns).flatten(0, 1)
         return F.linear(hidden.index_select(0, positions), self.head).float()
 
-    def run_layers(self, input_ids: Tensor, **columns: Any) -> None:
-        """Run the layers and return nothing, for hooks that read something there."""
-        self.hidden(input_ids, **columns)
-
     def outputs(
         self,
         input_ids: Tensor,

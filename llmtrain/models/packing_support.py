@@ -37,26 +37,19 @@ def packing_support(config: ModelConfig, *, is_reward_model: bool = False) -> Pa
     else:
         check_causal_lm_class(config, model_config)
 
+    verdicts: dict[str, str] = json.loads(VERDICTS.read_text(encoding="utf-8"))["classes"]
+    class_name, _ = causal_lm_classes(model_config.model_type) or (model_config.model_type, "")
     has_own_code = "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
-    name = str(config.model_name_or_path or config.from_config)
-    if config.trust_remote_code and has_own_code:
-        return PackingSupport(name, problem="its code is not part of transformers")
-
-    names = causal_lm_classes(model_config.model_type)
-    class_name = name if names is None else names[0]
-    verdict = json.loads(VERDICTS.read_text(encoding="utf-8"))["classes"].get(class_name)
-    if verdict is None:
-        return PackingSupport(class_name, problem="the class was not tried")
-    if verdict == "leaks":
-        return PackingSupport(class_name)
+    if class_name not in verdicts or (config.trust_remote_code and has_own_code):
+        problem = f"it was not tried whether {class_name} keeps documents apart (--packing packs)"
+        return PackingSupport(problem)
+    if verdicts[class_name] == "leaks":
+        return PackingSupport(f"{class_name} lets the documents of a packed row see each other")
 
     # Only this package's attention keeps two answers apart. A model with transformers' "sdpa" gets
     # it, unless attention has chunks that are shorter than the row (llmtrain.models.probe).
     implementation = config.attn_implementation or model_config._attn_implementation or "sdpa"
     chunk: int = getattr(model_config.get_text_config(), "attention_chunk_size", None) or 0
     has_chunks = chunk > 0 and (config.max_length == "auto" or chunk < config.max_length)
-    return PackingSupport(
-        class_name,
-        packs=True,
-        shares_prompts=verdict == "shares" and implementation == "sdpa" and not has_chunks,
-    )
+    has_own_attention = implementation == "sdpa" and not has_chunks
+    return PackingSupport(shares_prompts=has_own_attention and verdicts[class_name] == "shares")

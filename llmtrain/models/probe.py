@@ -4,7 +4,6 @@ A model is tried when its weights are in place. If it is sharded, all ranks call
 """
 
 import contextlib
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,7 +66,8 @@ def _choose_attention(model: CausalLM) -> None:
 
     register()
     ids = example_tokens(model, 2, probe_length(model))
-    positions = _restarting_positions(_short_row_borders(model), ids)
+    indices = torch.arange(ids.shape[1], device=ids.device)
+    positions = (indices % max(len(indices) // 2, 1)).expand_as(ids)
     try:
         expected = [probe_output(model, ids), probe_output(model, ids, positions)]
         config._attn_implementation = ATTENTION_NAME
@@ -112,7 +112,8 @@ def leaks(model: CausalLM) -> bool:
     looks for borders only in batches of one row. A model with a sliding window or attention chunks
     is also tried on rows that are longer than these.
     """
-    trials = {probe_length(model): _short_row_borders(model)}
+    half = max(probe_length(model) // 2, 1)
+    trials = {probe_length(model): (half, max(half - 1, 1))}
     span = max(_span(model, "sliding_window"), _span(model, "attention_chunk_size"))
     if span >= probe_length(model):
         length = min(span + 16, model.row_length)
@@ -136,9 +137,10 @@ def _leaks_in_rows(model: CausalLM, length: int, borders: tuple[int, ...]) -> bo
         borders: the position at which the second document of each row begins.
     """
     ids, other_ids = example_tokens(model, 2 * len(borders), length).chunk(2)
-    positions = _restarting_positions(borders, ids)
+    starts = torch.tensor(borders, device=ids.device)[:, None]
     indices = torch.arange(length, device=ids.device)
-    is_second = positions != indices
+    is_second = indices >= starts
+    positions = torch.where(is_second, indices - starts, indices)
     changed_ids = torch.where(is_second, ids, other_ids)
     is_compared = is_second & ((positions < _COMPARED) | (indices >= length - _COMPARED))
 
@@ -204,18 +206,10 @@ def check_gradients(model: CausalLM) -> None:
 
     others = [name for name in trained if name not in unreached]
     modules = [*outermost_modules(unreached, others)]
-    names = modules
-    if len(modules) > 2:
-        names = [modules[0], f"{len(modules) - 1} more modules"]
-    count = sum(parameters[name].numel() for name in unreached)
-    remedy = "name other modules with --lora_target_modules"
-    if not any("lora_" in name for name in unreached):
-        # One pattern for the same module of all layers.
-        patterns = {re.sub(r"\b\d+\b", r"\\d+", re.escape(name)): None for name in modules}
-        remedy = f"leave them out with --freeze '^({'|'.join(patterns)})(\\.|$)'"
+    more_modules = f" and {len(modules) - 1} other modules" if len(modules) > 1 else ""
     raise UserError(
-        f"{model.own_class.__name__}: text gives no gradient to {' and '.join(names)}, whose "
-        f"{count:,} parameters would be trained; {remedy}."
+        f"{model.own_class.__name__}: text gives no gradient to {modules[0]}{more_modules}; leave "
+        "them out with --freeze PATTERN, or name other modules with --lora_target_modules."
     )
 
 
@@ -233,19 +227,6 @@ def example_tokens(model: CausalLM, rows: int, length: int) -> Tensor:
 def probe_length(model: CausalLM) -> int:
     """Return the length of a short row."""
     return min(16, model.row_length)
-
-
-def _short_row_borders(model: CausalLM) -> tuple[int, int]:
-    """Return where the second documents of two short rows begin."""
-    half = max(probe_length(model) // 2, 1)
-    return half, max(half - 1, 1)
-
-
-def _restarting_positions(borders: tuple[int, ...], ids: Tensor) -> Tensor:
-    """Return the position ids of rows [B, T] with two documents, the second at a border."""
-    starts = torch.tensor(borders, device=ids.device)[:, None]
-    indices = torch.arange(ids.shape[1], device=ids.device)
-    return torch.where(indices < starts, indices, indices - starts)
 
 
 def _span(model: CausalLM, name: str) -> int:
@@ -275,20 +256,17 @@ def trying(model: CausalLM, in_training: bool = False) -> Iterator[None]:
     was_training = model.training
     matmul_precision = torch.get_float32_matmul_precision()
     device = model.device
-    # The frozen base of an adapter may have modules beside it that are trained in float32.
-    is_half_precision = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
-    takes_half_precision_only = (model.config._attn_implementation or "").startswith("flash")
+    # The frozen base of an adapter may have modules beside it that are trained in float32. Flash
+    # attention takes half precision only.
+    uses_bfloat16 = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    uses_bfloat16 |= (model.config._attn_implementation or "").startswith("flash")
     model.train(in_training)
     torch.set_float32_matmul_precision("highest")
     try:
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.set_grad_enabled(in_training),
-            torch.autocast(
-                device.type,
-                torch.bfloat16,
-                enabled=takes_half_precision_only or is_half_precision,
-            ),
+            torch.autocast(device.type, torch.bfloat16, enabled=uses_bfloat16),
         ):
             yield
     except (RuntimeError, IndexError, ValueError, AttributeError, TypeError) as error:

@@ -13,17 +13,13 @@ time nowhere else:
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
 from llmtrain.models.loss import inputs_of, summed_nll, targets_of
-
-Result = TypeVar("Result")
-# Computes something of the unwrapped model and a micro-batch, inside the model's `forward`.
-Compute: TypeAlias = Callable[[Any, Batch], Result]
 
 
 class TrainableModel(nn.Module):
@@ -50,7 +46,7 @@ class TrainableModel(nn.Module):
         input_ids: Tensor,
         labels: Tensor | None = None,
         *,
-        compute: Compute[Any] | None = None,
+        compute: Callable[[Any, Batch], Any] | None = None,
         **columns: Any,
     ) -> Any:
         """Compute one of three results for a micro-batch.
@@ -114,41 +110,33 @@ class DerivedMethods:
         if not per_target:
             loss: Tensor = self.loss_or_outputs(input_ids, labels, **columns)
             return loss
-        logits = _logits_of(self, input_ids, columns)
+        logits = self.logits(input_ids, **columns)
         return nll_of_logits(logits, labels, target_positions, per_target)
 
     def logits(self: Any, input_ids: Tensor, **columns: Any) -> Tensor:
-        return _logits_of(self, input_ids, columns)
+        """Return the logits [B, T - 1, V] that ``forward`` returns if it gets no labels.
+
+        The last token of each row is left out, and the last position of every column [B, T].
+
+        Raises:
+            UserError: if ``forward`` only returns a loss.
+        """
+        if not self.gives_outputs:
+            raise UserError(
+                f"{self.own_class.__name__} only returns a loss, and logits are needed; give the "
+                "parameter `labels` of its forward the default None, and return logits then."
+            )
+        inputs = Batch(columns, labels=None)
+        for name, column in inputs.items():
+            if isinstance(column, Tensor) and column.shape[:2] == input_ids.shape:
+                inputs[name] = inputs_of(column)
+        output = self.loss_or_outputs(inputs_of(input_ids), **inputs)
+        logits: Tensor = getattr(output, "logits", output)
+        return logits
 
     def logits_at(self: Any, positions: Tensor, input_ids: Tensor, **columns: Any) -> Tensor:
-        logits = _logits_of(self, input_ids, columns)
+        logits: Tensor = self.logits(input_ids, **columns)
         return logits.flatten(0, 1).index_select(0, positions).float()
-
-    def run_layers(self: Any, input_ids: Tensor, labels: Tensor, **columns: Any) -> None:
-        self.loss_or_outputs(input_ids, labels, **columns)
-
-
-def _logits_of(model: CustomModel, input_ids: Tensor, columns: Batch) -> Tensor:
-    """Return the logits [B, T - 1, V] that the ``forward`` of a custom model returns.
-
-    The last token of each row is left out, and so is the last position of every column [B, T].
-
-    Raises:
-        UserError: if ``forward`` only returns a loss.
-    """
-    if not model.gives_outputs:
-        raise UserError(
-            f"{model.own_class.__name__} only returns a loss, and logits are needed; give the "
-            "parameter `labels` of its forward the default None, and return logits if it is None."
-        )
-    inputs = Batch()
-    for name, column in columns.items():
-        is_of_tokens = isinstance(column, Tensor) and column.shape[:2] == input_ids.shape
-        inputs[name] = inputs_of(column) if is_of_tokens else column
-    inputs["labels"] = None
-    output = model.loss_or_outputs(inputs_of(input_ids), **inputs)
-    logits: Tensor = getattr(output, "logits", output)
-    return logits
 
 
 def nll_of_logits(
@@ -171,7 +159,7 @@ def make_trainable(model: nn.Module) -> nn.Module:
     if isinstance(model, TrainableModel):
         return model
 
-    for name in ("nll", "logits", "logits_at", "run_layers"):
+    for name in ("nll", "logits", "logits_at"):
         own = getattr(model, name, None)
         if own is not None and not inspect.ismethod(own):
             raise UserError(

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from llmtrain.errors import UserError, short_repr
 from llmtrain.interfaces.batches import Batch, count_targets
 from llmtrain.interfaces.callback import StopVote
-from llmtrain.interfaces.model import missing_names_explained
 from llmtrain.interfaces.objective import (
     FINISH_VOTE,
     SAVE_VOTE,
@@ -76,12 +75,8 @@ class Engine:
         the weights has to run inside it. The model's ``forward`` takes the function as its argument
         ``compute``; :func:`llmtrain.models.trainable.make_trainable` gives any model such a
         ``forward``.
-
-        Raises:
-            UserError: if the function uses something that the model does not have.
         """
-        with missing_names_explained(self.unwrapped):
-            result: Result = self.model(**batch, compute=function)
+        result: Result = self.model(**batch, compute=function)
         return result
 
     def loss(self, batch: Batch, extra: Batch | None = None) -> LossSums:

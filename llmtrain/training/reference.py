@@ -26,7 +26,6 @@ from llmtrain.data.packing import TokenRows
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, digest
-from llmtrain.interfaces.model import missing_names_explained
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.interfaces.objective import Objective
 from llmtrain.interfaces.part import as_json, is_own
@@ -167,7 +166,7 @@ def _compute(
             pass_index = ranks.rank + i * shares
             slots = _slots_of_pass(first_row, pass_index, len(rows))
             (batch,) = batches.__getitems__(slots).to(ranks.device).batches
-            with ranks.accelerator.autocast(), missing_names_explained(model):
+            with ranks.accelerator.autocast():
                 values = model(**batch, compute=bundle.objective.reference)
                 own_values.append(values.float())
 

@@ -118,8 +118,7 @@ def test_a_model_is_packed_only_if_the_code_of_transformers_runs(
     support = packing_support.packing_support(settings.model)
 
     assert support is not None
-    assert support.packs is not trusts_code
-    assert bool(support.problem) == trusts_code
+    assert bool(support.packing_problem) == trusts_code
 
 
 def test_a_model_that_does_not_exist_is_left_to_the_error_of_loading_it() -> None:

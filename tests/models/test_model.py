@@ -23,7 +23,6 @@ from tests.models.small_models import small_model
 
 VOCABULARY = 30
 TOKENS = 9
-METHODS = ("nll", "hidden", "logits", "logits_at", "run_layers")
 
 
 class Recurrent(nn.Module):
@@ -102,7 +101,6 @@ def test_the_methods_of_every_model_agree_with_its_logits(name: str, packed: boo
     positions = torch.tensor([7, 0, 12])
     at_positions = model.logits_at(positions, **batch)
     torch.testing.assert_close(at_positions, logits.flatten(0, 1)[positions])
-    assert model.run_layers(**batch) is None
 
     if packed:
         outputs = model(batch["input_ids"], position_ids=batch["position_ids"])
@@ -111,19 +109,17 @@ def test_the_methods_of_every_model_agree_with_its_logits(name: str, packed: boo
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_head_makes_logits_of_the_hidden_states_of_one_run_of_the_layers(
+def test_the_head_makes_logits_of_the_hidden_states_of_one_call_of_the_base(
     name: str, packed: bool
 ) -> None:
     model = build(name)
     batch = batch_of(model, packed)
     weight = model.get_output_embeddings().weight if name == "llama" else model.head
-    logits = F.linear(model.hidden(**batch), weight)
-    torch.testing.assert_close(logits, expected_logits(model, batch))
-
     calls: list[nn.Module] = []
     with model.base_model.register_forward_hook(lambda module, *_: calls.append(module)):
-        model.run_layers(**batch)
+        hidden = model.hidden(**batch)
     assert calls == [model.base_model]
+    torch.testing.assert_close(F.linear(hidden, weight), expected_logits(model, batch))
 
 
 # --- models of the user
@@ -145,6 +141,13 @@ def test_a_model_that_uses_the_name_of_a_method_for_a_module_is_refused(name: st
     model.add_module(name, nn.NLLLoss())
     with pytest.raises(UserError, match=rf"Recurrent\.{name} is another thing .*; rename it\."):
         make_trainable(model)
+
+
+def test_a_model_that_only_returns_a_loss_has_no_logits() -> None:
+    model: Any = make_trainable(LossOnly())
+    batch = batch_of(model, packed=False)
+    with pytest.raises(UserError, match="LossOnly only returns a loss"):
+        model.logits_at(torch.tensor([0]), **batch)
 
 
 def test_inputs_of_every_token_lose_their_last_position_for_logits() -> None:
@@ -178,47 +181,6 @@ def test_the_model_of_the_guide_has_hidden_states_for_its_objective(
         is_target = batch["labels"][:, 1:] != IGNORED
         penalty = 0.5 * model.hidden(**batch)[is_target].square().mean(-1).sum()
         torch.testing.assert_close(engine.loss(batch).loss, model.nll(**batch) + penalty)
-
-
-# --- names that a model lacks
-
-
-def engine_using(attribute: str, accelerator: Accelerator, own_model: nn.Module) -> Any:
-    """Return an engine whose objective calls a method of the model."""
-
-    class UsesAttribute(lt.Objective):
-        def loss(self, model: Any, batch: Batch, extra: Batch) -> lt.LossSums:
-            return lt.LossSums(loss=getattr(model, attribute)(torch.tensor([0]), **batch).sum())
-
-    return engine_of(accelerator, own_model, UsesAttribute())
-
-
-@pytest.mark.parametrize(
-    ("attribute", "own_class", "message"),
-    [
-        ("base_model", Recurrent, r"uses base_model of the model, which Recurrent .*own-model"),
-        ("logits_at", LossOnly, "LossOnly only returns a loss"),
-    ],
-)
-def test_the_error_names_the_missing_method(
-    attribute: str, own_class: type, message: str, accelerator: Accelerator
-) -> None:
-    engine = engine_using(attribute, accelerator, own_class())
-    with pytest.raises(UserError, match=message):
-        engine.loss(batch_of(engine.unwrapped, packed=False))
-
-
-def test_an_attribute_error_within_the_model_is_raised_as_it_is(
-    accelerator: Accelerator,
-) -> None:
-    class Wrong(Recurrent):
-        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-            output: Tensor = self.embeding(input_ids)
-            return output
-
-    batch = batch_of(None, packed=False)
-    with pytest.raises(AttributeError, match="embeding"):
-        engine_of(accelerator, Wrong()).loss(batch)
 
 
 # --- the operations of a step are counted as torch counts them

@@ -1,6 +1,7 @@
 """Rows are packed if the class is on a list, and the probes of the model find no leak."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,22 +28,24 @@ def support_of(family: str, **settings: Any) -> PackingSupport:
 
 
 @pytest.mark.parametrize(
-    ("family", "expected"),
+    ("family", "problem"),
     [
-        ("lfm2", PackingSupport("Lfm2ForCausalLM", packs=True, shares_prompts=True)),
-        ("gpt_oss", PackingSupport("GptOssForCausalLM")),
-        ("musicgen", PackingSupport("MusicgenForCausalLM", problem="the class was not tried")),
+        ("lfm2", r"^$"),
+        ("gpt_oss", r"^GptOssForCausalLM lets the documents"),
+        ("musicgen", r"^it was not tried whether MusicgenForCausalLM .*--packing"),
     ],
 )
-def test_a_class_packs_as_the_list_says(family: str, expected: PackingSupport) -> None:
-    assert support_of(family) == expected
-    assert support_of(family, max_length="auto") == expected
+def test_a_class_packs_as_the_list_says(family: str, problem: str) -> None:
+    support = support_of(family)
+    assert re.search(problem, support.packing_problem)
+    assert support.shares_prompts == (not support.packing_problem)
+    assert support_of(family, max_length="auto") == support
 
 
 @pytest.mark.parametrize("implementation", ["eager", "flash_attention_2"])
 def test_another_attention_packs_but_shares_no_prompts(implementation: str) -> None:
     support = support_of("llama", attn_implementation=implementation)
-    assert support.packs
+    assert not support.packing_problem
     assert not support.shares_prompts
 
 
@@ -63,7 +66,7 @@ def test_prompts_are_not_shared_if_attention_has_chunks_shorter_than_the_row(
     config.save_pretrained(tmp_path)
 
     support = packing_support(ModelConfig(str(tmp_path), max_length=max_length))
-    assert support == PackingSupport("Llama4ForCausalLM", packs=True, shares_prompts=shares)
+    assert support == PackingSupport(shares_prompts=shares)
 
 
 # --- the probes of a model, which decide
