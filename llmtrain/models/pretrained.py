@@ -27,7 +27,7 @@ from llmtrain.models.adapters import (
     has_token_rows,
     trains_whole_modules,
 )
-from llmtrain.models.causal_lm import CausalLM, head_of, make_causal_lm
+from llmtrain.models.causal_lm import CausalLM, make_causal_lm
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.configuration import is_hub_kernel
 from llmtrain.models.continued_lora import load_lora, tokens_of_adapter
@@ -40,7 +40,7 @@ from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.meta_models import build_model
 from llmtrain.models.preference import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
-from llmtrain.models.probe import check_gradients, leaks, probe
+from llmtrain.models.probe import check_model
 from llmtrain.models.reward import with_padding_token
 from llmtrain.models.text_tower import (
     BaseTensors,
@@ -205,7 +205,7 @@ def load_model(
         files=files,
         weights=weights,
         start=_start(base, lora, adapter, origin, [*outside_text]),
-        check=functools.partial(_check, trained, rows.is_packed, base.row_length),
+        check=functools.partial(check_model, trained, is_packed=rows.is_packed),
         check_files=functools.partial(check_origin, name or "", origin),
         objective=objective,
         prepare_batch=prepare_batch,
@@ -518,38 +518,3 @@ def _check_no_dropout(model: CausalLM) -> None:
             raise UserError(
                 f"--bitwise needs a model without dropout, and {name} is {rate}; set it to 0."
             )
-
-
-def _check(model: CausalLM, packed: bool, block_size: int) -> None:
-    """Try a model whose weights are in place, and log what might surprise the user.
-
-    Raises:
-        UserError: if packed documents would attend to each other, or if a trained parameter gets
-            no gradient.
-    """
-    probe(model)
-    check_gradients(model)
-    if packed and leaks(model):
-        raise UserError(
-            f"{model.own_class.__name__} lets the documents of a packed row see each other; "
-            "use --no_packing, or for text leave --isolate_documents out."
-        )
-
-    text_config = model.config.get_text_config()
-    has_head = head_of(model) is not None
-    if has_head and not model.head_is_linear:
-        say(
-            "memory",
-            "this model's head is more than one matrix product, so all logits of a micro-batch "
-            "are in memory at once",
-        )
-
-    rope: JsonObject = getattr(text_config, "rope_parameters", None) or {}
-    unscaled_length = rope.get("original_max_position_embeddings") or block_size
-    depends_on_length = rope.get("rope_type") in ("longrope", "dynamic")
-    if depends_on_length and block_size > unscaled_length:
-        say(
-            "positions",
-            f"beyond {unscaled_length:,} tokens, rotary positions are scaled by the longest row of "
-            "a micro-batch, so the losses of different parallel layouts agree less closely",
-        )

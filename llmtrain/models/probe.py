@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmtrain.console import say
 from llmtrain.errors import UserError, first_line, is_out_of_memory
 from llmtrain.interfaces.batches import Batch
 from llmtrain.models.attention import ATTENTION_NAME, register
@@ -28,6 +29,40 @@ from llmtrain.parallel.blocks import reshard
 # How many positions at each end of a document are compared. The logits of all positions of a long
 # row would fill the memory.
 _COMPARED = 16
+
+
+def check_model(model: CausalLM, is_packed: bool) -> None:
+    """Try a model before the first step, and log what might surprise the user.
+
+    Raises:
+        UserError: if it is no causal LM, if a trained parameter gets no gradient, or if rows are
+            packed and their documents would attend to each other.
+    """
+    probe(model)
+    check_gradients(model)
+    if is_packed and leaks(model):
+        raise UserError(
+            f"{model.own_class.__name__} lets the documents of a packed row see each other; "
+            "use --no_packing, or for text leave --isolate_documents out."
+        )
+
+    if not model.gives_scores and not model.head_is_linear:
+        say(
+            "memory",
+            "this model's head is more than one matrix product, so all logits of a micro-batch "
+            "are in memory at once",
+        )
+
+    text_config = model.config.get_text_config()
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    unscaled_length = rope.get("original_max_position_embeddings") or model.row_length
+    depends_on_length = rope.get("rope_type") in ("longrope", "dynamic")
+    if depends_on_length and model.row_length > unscaled_length:
+        say(
+            "positions",
+            f"beyond {unscaled_length:,} tokens, rotary positions are scaled by the longest row of "
+            "a micro-batch, so the losses of different parallel layouts agree less closely",
+        )
 
 
 def probe(model: CausalLM) -> None:
