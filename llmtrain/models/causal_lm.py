@@ -281,7 +281,7 @@ def make_causal_lm(
     head = head_of(causal_lm)
     if head is not None and type(linear_of(head)) is nn.Linear:
         put_in_front(LossHead, head)
-        causal_lm.head_is_linear = True  # of nearly all models
+        causal_lm.head_is_linear = causal_lm.base_model is not causal_lm  # of nearly all models
     return causal_lm
 
 

@@ -16,7 +16,6 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.models.attention import ATTENTION_NAME, register
 from llmtrain.models.causal_lm import (
     CausalLM,
-    LossHead,
     head_of,
     own_arguments,
     softcapped,
@@ -72,8 +71,8 @@ def probe(model: CausalLM) -> None:
         UserError: if tokens attend to later tokens, so the model is no causal LM.
     """
     with trying(model):
+        model.head_is_linear = model.head_is_linear and _head_is_linear(model)
         _choose_attention(model)
-        model.head_is_linear = _head_is_linear(model)
 
         ids, other_ids = example_tokens(model, 2, probe_length(model)).chunk(2)
         changed_at_the_end = torch.cat([ids[:, :-1], other_ids[:, -1:]], dim=1)
@@ -122,22 +121,21 @@ def _head_is_linear(model: CausalLM) -> bool:
     A known softcap may follow. To find any other operation, the output of the head is scaled to
     numbers up to 100, which another cap would change.
     """
-    head = head_of(model)
-    if not isinstance(head, LossHead) or model.base_model is model:
-        return False
     ids = example_tokens(model, 1, probe_length(model))
     arguments = own_arguments(model, ids, positions=None, documents=None)
 
     def scaled(_: nn.Module, __: object, output: Tensor) -> Tensor:
         return output * (100 / output.abs().max().clamp(min=1e-6))
 
-    def logits_of_head(model: CausalLM, _: Batch) -> Tensor:
-        return softcapped(model, head(model.base_model(**arguments).last_hidden_state))
+    def own_logits(model: CausalLM, _: Batch) -> Tensor:
+        logits: Tensor = model.own_forward(**arguments).logits
+        return logits
 
+    head: Any = head_of(model)
     with head.register_forward_hook(scaled):
-        expected = model(ids, compute=logits_of_head)
-        logits = output_for(model, arguments)
-    return logits.shape == expected.shape and not differ(logits, expected)
+        logits_of_head = output_for(model, arguments)
+        logits = model(ids, compute=own_logits)
+    return logits.shape == logits_of_head.shape and not differ(logits, logits_of_head)
 
 
 def leaks(model: CausalLM) -> bool:
@@ -317,25 +315,29 @@ def trying(model: CausalLM, in_training: bool = False) -> Iterator[None]:
 
 
 def probe_output(model: CausalLM, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Return logits [B, T, V] as training computes them; see :func:`output_for`."""
+    """Return the logits [B, T, V] of rows; see :func:`output_for`."""
     arguments = own_arguments(model, ids, positions=positions, documents=None)
     return output_for(model, arguments).view(*ids.shape, -1)
 
 
 def output_for(model: CausalLM, arguments: dict[str, Any]) -> Tensor:
-    """Return the logits for arguments of the model's own ``forward``.
+    """Return the logits for arguments of the model's own ``forward``, as training computes them.
 
     A reward model returns its last hidden states and the scores of all tokens instead, in the
     precision in which they were computed.
     """
 
     def compute(model: CausalLM, _: Batch) -> Tensor:
-        if not model.gives_scores:
+        if not model.gives_scores and not model.head_is_linear:
             logits: Tensor = model.own_forward(**arguments).logits
             return logits
+
         hidden = model.base_model(**arguments).last_hidden_state
-        scores = model.get_submodule("score")(hidden)
-        return torch.cat([hidden.to(scores.dtype), scores], dim=-1)
+        if model.gives_scores:
+            scores = model.get_submodule("score")(hidden)
+            return torch.cat([hidden.to(scores.dtype), scores], dim=-1)
+        head: Any = head_of(model)
+        return softcapped(model, head(hidden))
 
     output: Tensor = model(arguments["input_ids"], compute=compute)
     return output
@@ -348,7 +350,8 @@ def differ(output: Tensor, expected: Tensor) -> bool:
     logits by a tenth of their size or more. The limit is not lower, because a mixture of experts
     rounds differently when other tokens are in the batch. NaN differs from everything.
     """
-    limit = max(torch.finfo(output.dtype).eps ** 0.5 / 4, 1e-4)
+    epsilon = max(torch.finfo(output.dtype).eps, torch.finfo(expected.dtype).eps)
+    limit = max(epsilon**0.5 / 4, 1e-4)
     largest = expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()
     # A model may mask logits with -inf, whose difference would be NaN.
     difference = torch.where(output == expected, 0.0, (output - expected).abs()).max()

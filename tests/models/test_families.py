@@ -244,14 +244,14 @@ def test_flash_attention_gets_all_documents_end_to_end_in_a_single_row(load, mon
 def test_attention_that_finds_documents_only_in_a_single_row_leaks(load, monkeypatch):
     """The flash attention of transformers takes each of several rows for one document."""
     model = load("llama").model
-    own_forward = model.own_class.forward
+    own_forward = type(model.base_model).forward
 
     def forward(self, input_ids, documents=None, **options):
         if len(input_ids) > 1:
             documents = Documents()
         return own_forward(self, input_ids=input_ids, documents=documents, **options)
 
-    monkeypatch.setattr(model.own_class, "forward", forward)
+    monkeypatch.setattr(type(model.base_model), "forward", forward)
     assert leaks(model)
 
 
@@ -275,7 +275,7 @@ def test_a_leak_beyond_a_sliding_window_or_a_chunk_is_found(
     """The class is changed to restart positions only within the first span of a row."""
     model = load(family, config_overrides=f"{sizes},{span_name}={span}").model
     assert not leaks(model)
-    own_forward = model.own_class.forward
+    own_forward = type(model.base_model).forward
 
     def forward(self, input_ids, position_ids=None, **options):
         if position_ids is not None:
@@ -283,7 +283,7 @@ def test_a_leak_beyond_a_sliding_window_or_a_chunk_is_found(
             position_ids = torch.where(row_positions < span, position_ids, row_positions)
         return own_forward(self, input_ids=input_ids, position_ids=position_ids, **options)
 
-    monkeypatch.setattr(model.own_class, "forward", forward)
+    monkeypatch.setattr(type(model.base_model), "forward", forward)
     assert leaks(model)
 
 
