@@ -155,8 +155,8 @@ def test_a_head_that_scales_its_logits_is_noticed(load):
     assert float(wrong_loss) != pytest.approx(expected, abs=1e-5)
 
 
-def test_a_softcap_by_another_name_is_noticed(load):
-    sizes = "num_hidden_layers=3,hidden_size=64,lru_width=64"
+def test_a_softcap_by_another_name_that_changes_only_large_logits_is_noticed(load):
+    sizes = "num_hidden_layers=3,hidden_size=64,lru_width=64,logits_soft_cap=1000.0"
     assert not load("recurrent_gemma", config_overrides=sizes).model.head_is_linear
 
 
