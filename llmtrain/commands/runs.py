@@ -343,7 +343,7 @@ def _changed_model(history: History) -> str | None:
     from llmtrain.models.hub_models import origin_of
 
     if is_adapter(Path(name)):  # it is trained further
-        name = base_of(Path(name))
+        name, _ = base_of(Path(name))
         if not Path(name).is_dir():
             return None
     if origin_of(name, reread=True)["sha256"] == sha256:

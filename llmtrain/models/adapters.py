@@ -1,13 +1,13 @@
-"""Load an adapter with its base model, or merge it into that."""
+"""Stored adapters: load one with its base, merge it into that, or train it further."""
 
 import functools
-import json
-import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from llmtrain.console import say
@@ -36,26 +36,17 @@ from llmtrain.models.hub_models import (
     origin_of,
     without_weights,
 )
+from llmtrain.models.lora import set_base
 from llmtrain.models.lora_config import LoraConfig
-from llmtrain.models.text_tower import BASE_FILE, BaseTensors, copy_processor, stored_base_tensors
+from llmtrain.models.text_tower import BASE_FILE, copy_processor, stored_base_tensors
 from llmtrain.once_per_machine import once_per_machine
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # The file in a merged model's folder that identifies the adapter, and names the chosen dtype.
 _MERGED_FROM = "merged_from.json"
-
-
-def ignore_peft_warnings() -> None:
-    """Ignore warnings of peft that do not concern the user."""
-    # The ranks of fused weights match no module, because they are the ranks of parameters.
-    warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-    # An embedding and a head that share weights are separated before an adapter of one is merged.
-    warnings.filterwarnings("ignore", "Model (with|has) `tie_word_embeddings=True`", UserWarning)
-    warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied", UserWarning)
 
 
 def merged_model(adapter: Path) -> str:
@@ -72,8 +63,8 @@ def merged_model(adapter: Path) -> str:
         UserError: if that folder holds something else, if the adapter cannot be loaded, or if the
             merged model would compute something else than the adapter with its base.
     """
-    base = base_of(adapter)
-    if _quantization(base, base_revision(adapter)):
+    base, revision = base_of(adapter)
+    if "quantization_config" in read_object(local_folder(base, revision) / "config.json"):
         raise UserError(
             f"{adapter} is an adapter of quantized weights, {base}, and merging would round them "
             "again: train the adapter itself with --continue_adapter, or write the rounded model "
@@ -86,8 +77,11 @@ def merged_model(adapter: Path) -> str:
             if not target.exists():
                 with new_folder(target) as working:
                     write_merged(adapter, working)
-            else:
-                _check_merged_from(adapter, target)
+            elif read_object(target / _MERGED_FROM) != _merged_from(adapter, "auto"):
+                raise UserError(
+                    f"{target} exists and was not merged from {adapter} in the dtypes of its base; "
+                    f"delete it, or name it with --model_name_or_path {target} to start from it."
+                )
         return str(target)
 
     # The processes of a machine come here at the same time.
@@ -98,34 +92,6 @@ def merged_model(adapter: Path) -> str:
         "(--continue_adapter trains the adapter itself)",
     )
     return str(target)
-
-
-def _check_merged_from(adapter: Path, target: Path) -> None:
-    """Check that a folder holds the merged model of an adapter, in the dtypes of its base.
-
-    Raises:
-        UserError: if it holds something else.
-    """
-    merged_from = read_object(target / _MERGED_FROM)
-    dtype = merged_from.pop("dtype", None)
-    if merged_from != _identity_of(adapter):
-        raise UserError(
-            f"{target} exists and was not merged from {adapter}; delete it, or name a merged model."
-        )
-    if dtype != "auto":
-        raise UserError(
-            f"{target} was exported with --dtype {dtype}, and a run starts from the dtypes of the "
-            f"base; delete it, or name it with --model_name_or_path {target} to start from it."
-        )
-
-
-def _quantization(name: str, revision: str) -> JsonObject:
-    """Return how the weights of a model are stored quantized; empty if they are not."""
-    from transformers import AutoConfig
-
-    with as_user_error(f"{name}: its configuration could not be loaded"):
-        config = AutoConfig.from_pretrained(name, revision=revision, **DATA_ONLY)
-    return cast(JsonObject, getattr(config, "quantization_config", None) or {})
 
 
 def write_outline(adapter: Path, folder: Path) -> str:
@@ -146,7 +112,7 @@ def write_outline(adapter: Path, folder: Path) -> str:
     from transformers import AutoConfig
 
     with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
-        base = local_folder(base_of(adapter), base_revision(adapter))
+        base = local_folder(*base_of(adapter))
         config = AutoConfig.from_pretrained(base, **DATA_ONLY)
         tokenizer = tokenizer_of(str(adapter))
 
@@ -154,8 +120,6 @@ def write_outline(adapter: Path, folder: Path) -> str:
     text_config.vocab_size = max(text_config.vocab_size, len(tokenizer))
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if (adapter / "generation_config.json").exists():
-        shutil.copy(adapter / "generation_config.json", folder)
     for weights in base.glob("*.safetensors*"):  # with the index of several files
         (folder / weights.name).symlink_to(weights.resolve())
     return str(folder)
@@ -166,16 +130,16 @@ def merged_folder(adapter: Path) -> Path:
     return folder_beside(adapter, "merged")
 
 
-def _identity_of(adapter: Path) -> dict[str, object]:
-    """Identify an adapter by a hash of its weights."""
-    return {**read_hashed(adapter / ADAPTER_WEIGHTS)}
+def _merged_from(adapter: Path, dtype: str) -> JsonObject:
+    """Return what a merged model says of its origin: the hash of an adapter, and the dtype."""
+    return {**read_hashed(adapter / ADAPTER_WEIGHTS), "dtype": dtype}
 
 
 def adapter_origin(adapter: Path) -> str:
     """Return a hash of an adapter's weights and settings, wherever its base is."""
-    settings = read_object(adapter / "adapter_config.json")
+    settings = folder_config(adapter)
     settings.pop("base_model_name_or_path", None)
-    return digest({"weights": _identity_of(adapter), "settings": settings})
+    return digest({"weights": {**read_hashed(adapter / ADAPTER_WEIGHTS)}, "settings": settings})
 
 
 def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
@@ -191,20 +155,23 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
     Raises:
         UserError: if the adapter, its base or its tokenizer cannot be loaded.
     """
-    base = base_of(adapter)
+    from peft.tuners.lora import LoraLayer
+
+    base, revision = base_of(adapter)
     tokenizer = tokenizer_of(str(adapter))
     adapted = adapted_model(str(adapter), len(tokenizer), torch.float32)
-    base_folder = local_folder(base, base_revision(adapter))
-    _separate_adapted_embeddings(adapted)
-    with warnings.catch_warnings():
-        ignore_peft_warnings()
-        try:
-            merged: PreTrainedModel = adapted.merge_and_unload()
-        except RuntimeError as error:  # biases of the adapter, and a base without any
-            raise UserError(
-                f"{adapter} cannot be merged: {first_line(error).rstrip('.')}. Use it as it is, "
-                "with peft or --continue_adapter."
-            ) from None
+    model = cast("PreTrainedModel", adapted.get_base_model())
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[no-untyped-call]
+        if isinstance(module, LoraLayer):
+            # If both share their weights, merging would add the matrices of one to the other.
+            layer = cast(nn.Embedding | nn.Linear, module.base_layer)
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+    with (
+        # Biases of an adapter need a base with biases.
+        as_user_error(f"{adapter} cannot be merged (--continue_adapter trains it)", first_line),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        merged: PreTrainedModel = adapted.merge_and_unload()
     is_reward_model = gives_scores(folder_config(adapter))
     if is_reward_model:
         # The tokenizer knows what was padding in training, and the base has its own padding token.
@@ -212,16 +179,14 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
 
     # A copy, because a model that has loaded weights remembers how these were quantized.
     architecture = without_weights(functools.partial(type(merged), merged.config))
-    base_tensors: BaseTensors | None = None
-    # The merged model of a base that is stored quantized has other tensors.
-    if not _quantization(base, base_revision(adapter)):
-        base_tensors = stored_base_tensors(
-            architecture,
-            [],
-            base,
-            origin_of(base, base_revision(adapter)),
-            is_reward_model=is_reward_model,
-        )
+    base_tensors = stored_base_tensors(
+        architecture,
+        [],
+        base,
+        origin_of(base, revision),
+        is_reward_model=is_reward_model,
+    )
+    base_folder = local_folder(base, revision)
 
     config = config_values(merged.config)
     config["architectures"] = [type(merged).__name__]  # a reward model is not of its base's class
@@ -230,6 +195,7 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         tokenizer=tokenizer,
         trained_on="the data of its adapter",
         base=base,
+        generation=read_object(adapter / "generation_config.json"),
         architecture=architecture,
         base_tensors=base_tensors,
         base_dtypes=stored_dtypes(base_folder),
@@ -240,28 +206,11 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
     merged.save_pretrained(folder, state_dict=weights, save_original_format=False)
     files.write(folder, merged.num_parameters())
     copy_processor(base_folder, folder)
-    if (adapter / "generation_config.json").exists():
-        shutil.copy(adapter / "generation_config.json", folder)
-    merged_from = {**_identity_of(adapter), "dtype": dtype}
-    write_json(folder / _MERGED_FROM, merged_from, durable=False)
+    write_json(folder / _MERGED_FROM, _merged_from(adapter, dtype), durable=False)
 
 
-def _separate_adapted_embeddings(adapted: "PeftModel") -> None:
-    """Give an embedding or a head with LoRA's matrices weights of its own.
-
-    If both share their weights, merging would add the matrices of one to the other.
-    """
-    from peft.tuners.lora import LoraLayer
-
-    model = cast("PreTrainedModel", adapted.get_base_model())
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[no-untyped-call]
-        if isinstance(module, LoraLayer):
-            layer = cast(nn.Embedding | nn.Linear, module.base_layer)
-            layer.weight = nn.Parameter(layer.weight.detach().clone())
-
-
-def base_of(adapter: Path) -> str:
-    """Return the folder or hub name of an adapter's base model.
+def base_of(adapter: Path) -> tuple[str, str]:
+    """Return the folder or hub name of an adapter's base model, and its revision on the hub.
 
     Args:
         adapter: the folder of the adapter.
@@ -270,16 +219,14 @@ def base_of(adapter: Path) -> str:
         UserError: if the adapter is a pickle, or names no base.
     """
     check_model_files(adapter)
-    with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
-        from peft import PeftConfig
-
-        base = str(PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path or "")
+    settings = folder_config(adapter)
+    base = settings.get("base_model_name_or_path")
     if not base:
         raise UserError(
             f"{adapter} does not name the model that it adapts; set base_model_name_or_path in "
             "adapter_config.json."
         )
-    return base
+    return str(base), str(settings.get("revision") or "main")
 
 
 def check_base(adapter: Path, base: str, origin: JsonObject) -> None:
@@ -295,51 +242,23 @@ def check_base(adapter: Path, base: str, origin: JsonObject) -> None:
     Raises:
         UserError: if they are other weights.
     """
-    recorded = _recorded_origin(adapter)
+    recorded = read_object(adapter / BASE_FILE)
     if recorded and recorded != origin:
         raise UserError(
             f"{adapter} is an adapter of other weights than {base} holds now; put those back."
         )
 
 
-def base_revision(adapter: Path) -> str:
-    """Return the revision of an adapter's base on the hub; ``main`` if none is recorded.
-
-    It is the commit that llmtrain has recorded, or what another program has written.
-    """
-    settings = read_object(adapter / "adapter_config.json")
-    return str(_recorded_origin(adapter).get("commit") or settings.get("revision") or "main")
-
-
-def _recorded_origin(adapter: Path) -> JsonObject:
-    """Return what identifies the weights that an adapter was trained on; empty if unknown."""
-    path = adapter / BASE_FILE
-    return cast(JsonObject, json.loads(path.read_text())) if path.exists() else {}
-
-
-def _dequantized(base: str, revision: str) -> dict[str, object]:
-    """Return the options that load FP8 or MXFP4 as floats, as transformers does without a GPU."""
-    from transformers.quantizers.auto import AutoQuantizationConfig
-
-    quantization = _quantization(base, revision)
-    if quantization.get("quant_method") not in ("fp8", "mxfp4"):
-        return {}
-    settings = AutoQuantizationConfig.from_dict({**quantization, "dequantize": True})
-    return {"quantization_config": settings}
-
-
 def has_token_rows(adapter: Path | None) -> bool:
     """Return whether there is an adapter with rows of the embeddings, for some tokens."""
-    return adapter is not None and bool(
-        read_object(adapter / "adapter_config.json").get("trainable_token_indices")
-    )
+    return adapter is not None and bool(folder_config(adapter).get("trainable_token_indices"))
 
 
 def trains_whole_modules(lora: LoraConfig | None, adapter: Path | None) -> bool:
     """Return whether an adapter, new or stored, has modules that are trained in full."""
     if adapter is None:
         return lora is not None and bool(lora.lora_modules_to_save)
-    return bool(read_object(adapter / "adapter_config.json").get("modules_to_save"))
+    return bool(folder_config(adapter).get("modules_to_save"))
 
 
 def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto") -> "PeftModel":
@@ -354,23 +273,153 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
         UserError: if the base is not the one that the adapter was trained on, if one of them cannot
             be loaded, or if the adapter is a pickle.
     """
-    from peft import PeftModel
+    from transformers.quantizers.auto import AutoQuantizationConfig
 
-    folder = Path(name)
-    base = base_of(folder)
-    with as_user_error(f"{folder}: its adapter could not be loaded", first_line):
-        origin = _recorded_origin(folder)
-        if "sha256" in origin:  # a commit is loaded as it was
-            check_base(folder, base, origin_of(base))
-        load = load_reward_model if gives_scores(folder_config(folder)) else load_causal_lm
-        options: dict[str, object] = {}
-        if dtype == torch.float32:  # peft could not add matrices to 8 bits
-            options = _dequantized(base, base_revision(folder))
-        model = load(base, dtype=dtype, revision=base_revision(folder), **options)
+    adapter = Path(name)
+    base, revision = base_of(adapter)
+    with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
+        if "sha256" in read_object(adapter / BASE_FILE):  # a commit is loaded as it was
+            check_base(adapter, base, origin_of(base))
+        options: dict[str, object] = {"dtype": dtype, "revision": revision}
+        config = read_object(local_folder(base, revision) / "config.json")
+        quantization = config.get("quantization_config") or {}
+        if dtype == torch.float32 and quantization.get("quant_method") in ("fp8", "mxfp4"):
+            # peft could not add matrices to 8 bits. Without a GPU, transformers does this itself.
+            options["quantization_config"] = AutoQuantizationConfig.from_dict(
+                {**quantization, "dequantize": True}
+            )
+        load = load_reward_model if gives_scores(folder_config(adapter)) else load_causal_lm
+        model = load(base, **options)
         embeddings = cast(nn.Embedding, model.get_input_embeddings())
         if vocabulary > len(embeddings.weight):
             # The adapter has the rows of the new tokens.
             model.resize_token_embeddings(vocabulary, mean_resizing=False)
-        with warnings.catch_warnings():
-            ignore_peft_warnings()
-            return PeftModel.from_pretrained(model, name)
+    return _load_adapter(model, adapter, base, is_trained=False)
+
+
+def load_lora(
+    model: "PreTrainedModel",
+    adapter: Path,
+    base: str,
+    new_tokens: Sequence[int],
+    is_reward_model: bool = False,
+    base_commit: str | None = None,
+) -> "PeftModel":
+    """Add a stored adapter to a model, in place, to train it further, and freeze everything else.
+
+    The adapter's settings stay. Its tensors become the initial values, in float32, and are real
+    also if the model is on the meta device.
+
+    Args:
+        model: the base model.
+        adapter: the folder of the adapter.
+        base: the folder or hub name of the base's weights.
+        new_tokens: tokens that the base has no embeddings for. The adapter must have them.
+        is_reward_model: whether the model scores answers.
+        base_commit: the commit of the base on the hub, for peft; ``None`` for a folder.
+
+    Returns:
+        peft's view of the model, which can save the adapter.
+
+    Raises:
+        UserError: if this is no LoRA adapter, or if it does not fit the model.
+    """
+    settings = folder_config(adapter)
+    if settings.get("peft_type") != "LORA":
+        raise UserError(
+            f"--continue_adapter: {adapter} is a {settings.get('peft_type')} adapter, and only "
+            "LoRA adapters can be trained further."
+        )
+    if gives_scores(settings) != is_reward_model:
+        kind = "causal LM" if is_reward_model else "reward model"
+        raise UserError(
+            f"--continue_adapter: {adapter} is an adapter of a {kind}, which this run does not "
+            "train; only --loss_type reward trains reward models."
+        )
+    start = settings.get("init_lora_weights", True)
+    if start not in (True, False, "gaussian", "orthogonal", "eva"):
+        raise UserError(
+            f"--continue_adapter: {adapter} was initialised with {start}, which changed the "
+            "weights of its base; convert it to plain LoRA first (path_initial_model_for_weight_"
+            "conversion of peft)."
+        )
+    adapted = _load_adapter(model, adapter, base, is_trained=True)
+    has_rows = type(model.get_input_embeddings()) is not nn.Embedding
+    if new_tokens and not has_rows:
+        raise UserError(
+            f"--continue_adapter: {adapter} does not train the embeddings of {len(new_tokens)} "
+            "tokens that its base lacks; leave the flag out to merge it into its base."
+        )
+    set_base(adapted, base, base_commit)
+    return adapted
+
+
+def _load_adapter(
+    model: "PreTrainedModel", adapter: Path, base: str, is_trained: bool
+) -> "PeftModel":
+    """Add a stored adapter to its base, in place.
+
+    Args:
+        model: the base. It may be on the meta device if the adapter is trained.
+        adapter: the folder of the adapter.
+        base: the folder or hub name of the base.
+        is_trained: whether the adapter is trained further. Its tensors are float32 then, and real.
+
+    Raises:
+        UserError: if this is no LoRA adapter, or if it does not fit the model.
+    """
+    with (
+        as_user_error(f"{adapter}: its adapter could not be loaded", first_line),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        import peft
+
+        settings = peft.PeftConfig.from_pretrained(str(adapter))
+        settings.inference_mode = False
+        adapted: PeftModel = peft.get_peft_model(model, settings)
+        own_names = set()
+        for name, parameter in [*adapted.named_parameters()]:
+            if not parameter.requires_grad:
+                continue
+            own_names.add(name)
+            if is_trained:
+                device = "cpu" if parameter.is_meta else parameter.device
+                real = torch.empty_like(parameter, dtype=torch.float32, device=device)
+                torch.utils.swap_tensors(parameter, nn.Parameter(real))  # type: ignore[no-untyped-call]
+        tensors = load_file(adapter / ADAPTER_WEIGHTS)
+        result: Any = peft.set_peft_model_state_dict(adapted, tensors)
+
+    missing_names = own_names.intersection(result.missing_keys)
+    mismatched = sorted(missing_names.union(result.unexpected_keys))
+    if mismatched:
+        raise UserError(
+            f"{adapter} does not fit {base}: only one of them has {mismatched[0]}; set "
+            "base_model_name_or_path in adapter_config.json to the model that it was trained on."
+        )
+    return adapted
+
+
+def tokens_of_adapter(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerFast | None",
+    new_tokens: Sequence[int],
+) -> list[int]:
+    """Return the tokens that an adapter has embeddings for, and its base has not.
+
+    Args:
+        model: the base model.
+        tokenizer: the adapter's.
+        new_tokens: tokens that a chat template has added to it.
+
+    Raises:
+        UserError: if a chat template has added more tokens.
+    """
+    if new_tokens:
+        raise UserError(
+            "--continue_adapter: the chat template has tokens that the adapter has no rows for; "
+            "leave --chat_template out, or merge the adapter with llmtrain export --merge."
+        )
+    if tokenizer is None:
+        return []
+    embeddings = cast(nn.Embedding, model.get_input_embeddings())
+    return [*range(len(embeddings.weight), max(tokenizer.get_vocab().values()) + 1)]

@@ -417,11 +417,10 @@ class ModelConfig(Config):
         adapter = self.adapter
         if adapter is None:
             return self
-        from llmtrain.models.adapters import base_of, base_revision
+        from llmtrain.models.adapters import base_of
 
         config = copy.copy(self)
-        config.model_name_or_path = base_of(adapter)
-        config.model_revision = base_revision(adapter)
+        config.model_name_or_path, config.model_revision = base_of(adapter)
         config.continue_adapter = False
         return config
 

@@ -5,7 +5,7 @@ peft adds them to the model.
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -13,19 +13,15 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import write_json
 from llmtrain.interfaces.model_bundle import Weights
 from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import ADAPTER_WEIGHTS
-from llmtrain.models.adapters import ignore_peft_warnings
 from llmtrain.models.dtypes import cast_weights
 from llmtrain.models.export import (
-    MULTIMODAL_CLASSES,
     ModelFiles,
     auto_class_of,
-    auto_peft_class,
     gives_scores,
 )
 from llmtrain.models.lora_config import LoraConfig
@@ -73,20 +69,23 @@ def add_lora(
         raise UserError("--lora_r needs peft: pip install 'llmtrain[lora]'.") from None
 
     _check_modules_to_save(model, config)
-    targets = config.lora_target_modules
-    is_all_linear = targets == ["all-linear"]
-    linear_layers = _linear_layers(model)
-    expert_names = _expert_parameter_names(model)
-    expert_targets = [name for name in expert_names if is_all_linear or _is_target(name, targets)]
-    _check_expert_targets(model, config, expert_targets)
-
-    module_targets = _module_targets(targets, linear_layers, expert_names)
+    module_targets, expert_targets = _targets(model, config.lora_target_modules)
+    if expert_targets and (config.lora_dropout or config.use_dora):
+        raise UserError(
+            "--lora_dropout and --use_dora: the fused weights of this model's experts take "
+            "neither; leave them out, or name other modules with --lora_target_modules."
+        )
+    # Some classes of transformers are linear layers that also choose the experts of each token.
+    routers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).__name__.endswith("Router")
+    ]
     settings = peft.LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
-        target_modules="all-linear" if is_all_linear else module_targets,
-        exclude_modules=_routers(model) or None,
-        target_parameters=expert_targets or None,
+        target_modules=module_targets,
+        exclude_modules=routers or None,
         lora_dropout=config.lora_dropout,
         use_dora=config.use_dora,
         use_rslora=config.use_rslora,
@@ -95,24 +94,71 @@ def add_lora(
         task_type="SEQ_CLS" if is_reward_model else "CAUSAL_LM",
     )
     try:
-        with warnings.catch_warnings():
-            ignore_peft_warnings()
-            if expert_targets and model.device.type == "meta":
-                lost_layers = _lost_layers(model, settings, linear_layers)
-                if not is_all_linear:
-                    lost_layers = [name for name in lost_layers if _is_target(name, targets)]
-                parameters = [*expert_targets, *(f"{name}.weight" for name in lost_layers)]
-                settings = replace(settings, target_parameters=parameters)
+        with warnings.catch_warnings(action="ignore"):
+            if expert_targets:
+                settings = _with_experts(model, settings, expert_targets)
             adapted: PeftModel = peft.get_peft_model(model, settings)
     except (ValueError, TypeError) as error:
-        raise UserError(f"--lora_target_modules {' '.join(targets)}: {first_line(error)}") from None
-    _check_module_targets(model, module_targets)
+        targets = " ".join(config.lora_target_modules)
+        raise UserError(f"--lora_target_modules {targets}: {first_line(error)}") from None
 
     _initialise(model, seed)
     # Also if the base has fewer bits.
     cast_weights(model, torch.float32)
     set_base(adapted, base, base_commit)
     return adapted
+
+
+def _targets(model: "PreTrainedModel", targets: list[str]) -> tuple[list[str] | str, list[str]]:
+    """Return the modules and the parameters of fused experts that get matrices.
+
+    A target may match both, such as gate_proj if some blocks are dense.
+
+    Raises:
+        UserError: if a target matches nothing.
+    """
+    expert_parameters = _expert_parameter_names(model)
+    if targets == ["all-linear"]:
+        return "all-linear", expert_parameters
+
+    module_targets = []
+    expert_targets = []
+    for target in targets:
+        experts = [name for name in expert_parameters if _matches(target, name)]
+        expert_targets += experts
+        if any(_matches(target, name) for name, _ in model.named_modules()):
+            module_targets.append(target)
+        elif not experts:
+            raise UserError(
+                f"--lora_target_modules: no module is called {target}; name the ends of names, "
+                "such as q_proj, or only all-linear."
+            )
+    return module_targets, expert_targets
+
+
+def _with_experts(
+    model: "PreTrainedModel", settings: "peft.LoraConfig", experts: list[str]
+) -> "peft.LoraConfig":
+    """Return settings for a model with fused experts, some blocks of which may be dense.
+
+    peft takes a linear layer with the name of an expert's product for a parameter of the experts,
+    and would give it no matrices. So its weight is named as a parameter, too.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    converted = copy.deepcopy(settings)
+    convert_peft_config_for_transformers(converted, model=model, conversions=None)
+    targets = cast(Collection[str], settings.target_modules)
+    remaining = cast(Collection[str], converted.target_modules)
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    parameters = [*experts]
+    for name, module in model.named_modules():
+        if type(module) is not nn.Linear or module is head or remaining == "all-linear":
+            continue
+        is_target = targets == "all-linear" or any(_matches(target, name) for target in targets)
+        if is_target and not any(_matches(target, name) for target in remaining):
+            parameters.append(f"{name}.weight")
+    return replace(settings, target_parameters=parameters)
 
 
 def set_base(adapted: "PeftModel", base: str, base_commit: str | None) -> None:
@@ -127,96 +173,13 @@ def set_base(adapted: "PeftModel", base: str, base_commit: str | None) -> None:
         # Absolute, because the adapter may be loaded from another working directory.
         base = str(Path(base).resolve())
     settings = cast("peft.LoraConfig", adapted.peft_config["default"])
-    # peft names the head of a reward model again each time.
-    modules = [*dict.fromkeys(settings.modules_to_save or ())] or None
     adapted.peft_config["default"] = replace(
         settings,
         base_model_name_or_path=base,
         revision=base_commit,
-        modules_to_save=modules,
+        # peft names the head of a reward model again each time.
+        modules_to_save=[*dict.fromkeys(settings.modules_to_save or ())] or None,
     )
-
-
-def _linear_layers(model: "PreTrainedModel") -> list[str]:
-    """Return the names of the linear layers, without the output head."""
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return [
-        name
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head
-    ]
-
-
-def _routers(model: "PreTrainedModel") -> list[str]:
-    """Return the names of linear layers that return more than a product.
-
-    Some classes of transformers are linear layers that also choose the experts of each token.
-    """
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and type(module).__module__.startswith("transformers.")
-        and not _returns_a_tensor(module)
-    ]
-
-
-@torch.no_grad()
-def _returns_a_tensor(module: nn.Linear) -> bool:
-    """Return whether a linear layer, which may be on the meta device, returns a single tensor."""
-    return isinstance(module(module.weight.new_empty(1, module.in_features)), Tensor)
-
-
-def _check_expert_targets(
-    model: "PreTrainedModel", config: LoraConfig, expert_targets: list[str]
-) -> None:
-    """Check that fused experts can have LoRA as it is configured, and log its memory."""
-    if not expert_targets:
-        return
-    if config.lora_dropout or config.use_dora:
-        raise UserError(
-            "--lora_dropout and --use_dora: the fused weights of this model's experts take "
-            "neither; leave them out, or name other modules with --lora_target_modules."
-        )
-    size = sum(model.get_parameter(name).nbytes for name in expert_targets) / 2**30
-    say(
-        "experts",
-        f"each forward pass adds LoRA's matrices to their weights; the sums, {size:.2f} GiB, are "
-        "kept for the backward pass (with --gradient_checkpointing, only those of one block)",
-    )
-
-
-def _check_module_targets(model: "PreTrainedModel", module_targets: list[str]) -> None:
-    """Raise :class:`UserError` if a target is the name of no module that has got an adapter."""
-    adapted_names = [
-        name.removesuffix(".lora_A")
-        for name, _ in model.named_modules()
-        if name.endswith(".lora_A")
-    ]
-    for target in module_targets:
-        has_adapter = any(f".{name}".endswith(f".{target}") for name in adapted_names)
-        if target != "all-linear" and not has_adapter:
-            raise UserError(f"--lora_target_modules: no module is called {target}.")
-
-
-def _module_targets(
-    targets: list[str], linear_layers: list[str], expert_names: list[str]
-) -> list[str]:
-    """Return the targets that are modules, not only parameters of fused experts.
-
-    Args:
-        targets: ``--lora_target_modules``.
-        linear_layers: the names of the linear layers.
-        expert_names: the names of the parameters of fused experts.
-    """
-    modules = [
-        target for target in targets if not any(_matches(target, name) for name in expert_names)
-    ]
-    # A target may match both, such as gate_proj if some layers are dense.
-    for target in targets:
-        if target not in modules and any(_matches(target, name) for name in linear_layers):
-            modules.append(target)
-    return modules
 
 
 def _check_modules_to_save(model: "PreTrainedModel", config: LoraConfig) -> None:
@@ -248,30 +211,15 @@ def _token_rows(
 
     An embedding that is trained in full is left out.
     """
-    if not new_tokens:
-        return None
     embeddings: list[nn.Module] = [model.get_input_embeddings()]
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call] # None: a reward model
-    if head is not None and not _has_tied_head(model):
-        embeddings.append(head)
-    names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
-    rows = {names[embedding]: list(new_tokens) for embedding in embeddings}
-    return {name: tokens for name, tokens in rows.items() if name not in trained_modules} or None
-
-
-def _lost_layers(
-    model: "PreTrainedModel", settings: "peft.LoraConfig", linear_layers: list[str]
-) -> list[str]:
-    """Return the linear layers that peft would give no adapter.
-
-    If the name of a layer is also one of fused experts, peft takes it for the experts' parameters,
-    also in blocks where the layer is dense.
-    """
-    import peft
-
-    trial = copy.deepcopy(model)
-    peft.get_peft_model(trial, copy.deepcopy(settings))
-    return [name for name in linear_layers if type(trial.get_submodule(name)) is nn.Linear]
+    if not _has_tied_head(model):
+        embeddings.append(model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    rows = {}
+    for path, module in model.named_modules():
+        name = path.rpartition(".")[2]
+        if new_tokens and module in embeddings and name not in trained_modules:
+            rows[name] = [*new_tokens]
+    return rows or None
 
 
 def _expert_parameter_names(model: nn.Module) -> list[str]:
@@ -291,11 +239,6 @@ def _expert_parameter_names(model: nn.Module) -> list[str]:
     return names
 
 
-def _is_target(name: str, targets: list[str]) -> bool:
-    """Return whether one of the targets matches a module or parameter."""
-    return any(_matches(target, name) for target in targets)
-
-
 def _matches(target: str, name: str) -> bool:
     """Return whether a target is the end of the name of a module or parameter.
 
@@ -313,16 +256,11 @@ def _initialise(model: nn.Module, seed: int) -> None:
     """
     from peft.tuners.lora import LoraLayer
 
-    layers = {
-        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
-    }
-    for name, layer in layers.items():
-        for matrices in (
-            layer.lora_A,
-            layer.lora_B,
-            layer.lora_embedding_A,
-            layer.lora_embedding_B,
-        ):
+    for name, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        for part in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
+            matrices: nn.Module = getattr(layer, part)
             if any(parameter.is_meta for parameter in matrices.parameters()):
                 matrices.to_empty(device="cpu")
         torch.manual_seed(seed_of(seed, "lora", name))
@@ -377,10 +315,6 @@ class AdapterFiles(ModelFiles):
     may_split_weights: ClassVar[bool] = False
     library: ClassVar[str] = "peft"
 
-    def trained_in(self, dtype: torch.dtype) -> "AdapterFiles":
-        """Return these files: an adapter's settings name no dtype."""
-        return self
-
     def write_config(self, folder: Path) -> None:
         """Write the adapter's settings, and the origin of its base."""
         self.adapted.peft_config["default"].save_pretrained(str(folder))
@@ -400,25 +334,19 @@ class AdapterFiles(ModelFiles):
     def loading_code(self) -> str:
         """Return Python code that loads the adapter and its base. A reward model also scores."""
         auto_class = auto_class_of(self.config)
-        if auto_class in MULTIMODAL_CLASSES:  # which no class of peft loads in full
-            revision = ", revision=settings.revision" if "commit" in self.origin else ""
-            return (
-                "from peft import PeftConfig, PeftModel\n"
-                f"from transformers import {auto_class}, AutoTokenizer\n\n"
-                "settings = PeftConfig.from_pretrained(FOLDER)\n"
-                "name = settings.base_model_name_or_path\n"
-                f"base = {auto_class}.from_pretrained(name{revision})\n"
-                "model = PeftModel.from_pretrained(base, FOLDER)\n"
-                "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
-            )
-
-        auto_class = auto_peft_class(self.config)
         is_reward_model = gives_scores(self.config)
         options = ", num_labels=1" if is_reward_model else ""
         code = (
-            f"from peft import {auto_class}\nfrom transformers import AutoTokenizer\n\n"
-            f"model = {auto_class}.from_pretrained(FOLDER{options})\n"
+            "from peft import PeftConfig, PeftModel\n"
+            f"from transformers import {auto_class}, AutoTokenizer\n\n"
             "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
+            "settings = PeftConfig.from_pretrained(FOLDER)\n"
+            f"base = {auto_class}.from_pretrained(\n"
+            '    settings.base_model_name_or_path, revision=settings.revision or "main"'
+            f"{options}\n)\n"
+            "rows = len(base.get_input_embeddings().weight)\n"
+            "base.resize_token_embeddings(max(rows, len(tokenizer)))\n"
+            "model = PeftModel.from_pretrained(base, FOLDER)\n"
         )
         if is_reward_model and self.tokenizer is not None:
             code += "model.config.pad_token_id = tokenizer.pad_token_id  # not that of the base\n"

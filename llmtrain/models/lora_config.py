@@ -64,13 +64,7 @@ class LoraConfig(Config):
             for name in ("lora_modules_to_save", "lora_dropout", "use_dora", "use_rslora"):
                 if getattr(self, name):
                     raise UserError(f"--{name} needs --lora_r.")
-        if "all-linear" in self.lora_target_modules and len(self.lora_target_modules) > 1:
-            raise UserError(
-                "--lora_target_modules: all-linear already means every module; leave the other "
-                "names out."
-            )
-        if self.lora_alpha <= 0:
-            raise UserError(f"--lora_alpha {self.lora_alpha} is out of range: it must be above 0.")
+        require_at_least(self, 1, "lora_alpha")
         if not 0 <= self.lora_dropout < 1:
             raise UserError(
                 f"--lora_dropout {self.lora_dropout} is out of range: it must be at least 0 and "

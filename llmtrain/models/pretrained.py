@@ -25,12 +25,13 @@ from llmtrain.models.adapters import (
     adapter_origin,
     check_base,
     has_token_rows,
+    load_lora,
+    tokens_of_adapter,
     trains_whole_modules,
 )
 from llmtrain.models.causal_lm import CausalLM, make_causal_lm
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.configuration import is_hub_kernel
-from llmtrain.models.continued_lora import load_lora, tokens_of_adapter
 from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
 from llmtrain.models.experts import ExpertObjective, balance_weight, is_mixture_of_experts
 from llmtrain.models.export import ModelFiles, config_values
