@@ -173,7 +173,7 @@ class _Build:
             model.activation_checkpointing_enable({"use_reentrant": False})
         if self.rank:
             lora = lt.LoraConfig(lora_r=self.rank)
-            add_lora(model, lora, base="random weights", seed=0, new_tokens=[])
+            add_lora(model, lora, seed=0, new_tokens=[])
         trained = make_causal_lm(model, row_length=self.size.block + 1)
         return lt.ModelBundle(
             model=trained,

@@ -1,6 +1,7 @@
 """Stored adapters: load one with its base, merge it into that, or train it further."""
 
 import functools
+import itertools
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,6 @@ from llmtrain.models.hub_models import (
     origin_of,
     without_weights,
 )
-from llmtrain.models.lora import set_base
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.text_tower import BASE_FILE, copy_processor, stored_base_tensors
 from llmtrain.once_per_machine import once_per_machine
@@ -50,14 +50,9 @@ _MERGED_FROM = "merged_from.json"
 
 
 def merged_model(adapter: Path) -> str:
-    """Merge an adapter into its base, unless that was done before.
+    """Merge an adapter into its base, unless that was done before, and return the new folder.
 
-    Args:
-        adapter: the folder of the adapter.
-
-    Returns:
-        The folder of the merged model. For a run, that is ``merged`` in the run folder, where
-        ``llmtrain export --merge`` writes it, too.
+    For a run, that is ``merged`` in the run folder, where ``llmtrain export --merge`` writes it.
 
     Raises:
         UserError: if that folder holds something else, if the adapter cannot be loaded, or if the
@@ -101,13 +96,7 @@ def write_outline(adapter: Path, folder: Path) -> str:
 
     Args:
         adapter: the folder of the adapter.
-        folder: the folder to write, which exists.
-
-    Returns:
-        ``folder``.
-
-    Raises:
-        UserError: if the adapter, its base or its tokenizer cannot be loaded.
+        folder: the folder to write, which exists. It is returned.
     """
     from transformers import AutoConfig
 
@@ -155,16 +144,14 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
     Raises:
         UserError: if the adapter, its base or its tokenizer cannot be loaded.
     """
-    from peft.tuners.lora import LoraLayer
-
     base, revision = base_of(adapter)
     tokenizer = tokenizer_of(str(adapter))
     adapted = adapted_model(str(adapter), len(tokenizer), torch.float32)
     model = cast("PreTrainedModel", adapted.get_base_model())
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[no-untyped-call]
-        if isinstance(module, LoraLayer):
+        layer: nn.Embedding | nn.Linear | None = getattr(module, "base_layer", None)
+        if layer is not None:
             # If both share their weights, merging would add the matrices of one to the other.
-            layer = cast(nn.Embedding | nn.Linear, module.base_layer)
             layer.weight = nn.Parameter(layer.weight.detach().clone())
     with (
         # Biases of an adapter need a base with biases.
@@ -177,19 +164,11 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         # The tokenizer knows what was padding in training, and the base has its own padding token.
         merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
-    # A copy, because a model that has loaded weights remembers how these were quantized.
-    architecture = without_weights(functools.partial(type(merged), merged.config))
-    base_tensors = stored_base_tensors(
-        architecture,
-        [],
-        base,
-        origin_of(base, revision),
-        is_reward_model=is_reward_model,
-    )
-    base_folder = local_folder(base, revision)
-
     config = config_values(merged.config)
     config["architectures"] = [type(merged).__name__]  # a reward model is not of its base's class
+    # A copy, because a model that has loaded weights remembers how these were quantized.
+    architecture = without_weights(functools.partial(type(merged), merged.config))
+    base_folder = local_folder(base, revision)
     files = ModelFiles(
         config=config,
         tokenizer=tokenizer,
@@ -197,7 +176,13 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         base=base,
         generation=read_object(adapter / "generation_config.json"),
         architecture=architecture,
-        base_tensors=base_tensors,
+        base_tensors=stored_base_tensors(
+            architecture,
+            [],
+            base,
+            origin_of(base, revision),
+            is_reward_model=is_reward_model,
+        ),
         base_dtypes=stored_dtypes(base_folder),
     ).finished(dtype)
     weights = files.export_tensors(merged)
@@ -211,9 +196,6 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
 
 def base_of(adapter: Path) -> tuple[str, str]:
     """Return the folder or hub name of an adapter's base model, and its revision on the hub.
-
-    Args:
-        adapter: the folder of the adapter.
 
     Raises:
         UserError: if the adapter is a pickle, or names no base.
@@ -237,7 +219,7 @@ def check_base(adapter: Path, base: str, origin: JsonObject) -> None:
     Args:
         adapter: the folder of the adapter.
         base: the folder or hub name of the base.
-        origin: identifies the weights that the base has now.
+        origin: identifies its present weights; see :func:`llmtrain.models.hub_models.origin_of`.
 
     Raises:
         UserError: if they are other weights.
@@ -247,11 +229,6 @@ def check_base(adapter: Path, base: str, origin: JsonObject) -> None:
         raise UserError(
             f"{adapter} is an adapter of other weights than {base} holds now; put those back."
         )
-
-
-def has_token_rows(adapter: Path | None) -> bool:
-    """Return whether there is an adapter with rows of the embeddings, for some tokens."""
-    return adapter is not None and bool(folder_config(adapter).get("trainable_token_indices"))
 
 
 def trains_whole_modules(lora: LoraConfig | None, adapter: Path | None) -> bool:
@@ -294,16 +271,14 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
         if vocabulary > len(embeddings.weight):
             # The adapter has the rows of the new tokens.
             model.resize_token_embeddings(vocabulary, mean_resizing=False)
-    return _load_adapter(model, adapter, base, is_trained=False)
+    return _load_adapter(model, adapter, is_trained=False)
 
 
 def load_lora(
     model: "PreTrainedModel",
     adapter: Path,
-    base: str,
     new_tokens: Sequence[int],
     is_reward_model: bool = False,
-    base_commit: str | None = None,
 ) -> "PeftModel":
     """Add a stored adapter to a model, in place, to train it further, and freeze everything else.
 
@@ -313,10 +288,8 @@ def load_lora(
     Args:
         model: the base model.
         adapter: the folder of the adapter.
-        base: the folder or hub name of the base's weights.
-        new_tokens: tokens that the base has no embeddings for. The adapter must have them.
+        new_tokens: tokens that need embeddings of the adapter.
         is_reward_model: whether the model scores answers.
-        base_commit: the commit of the base on the hub, for peft; ``None`` for a folder.
 
     Returns:
         peft's view of the model, which can save the adapter.
@@ -325,48 +298,40 @@ def load_lora(
         UserError: if this is no LoRA adapter, or if it does not fit the model.
     """
     settings = folder_config(adapter)
-    if settings.get("peft_type") != "LORA":
-        raise UserError(
-            f"--continue_adapter: {adapter} is a {settings.get('peft_type')} adapter, and only "
-            "LoRA adapters can be trained further."
-        )
     if gives_scores(settings) != is_reward_model:
         kind = "causal LM" if is_reward_model else "reward model"
         raise UserError(
             f"--continue_adapter: {adapter} is an adapter of a {kind}, which this run does not "
             "train; only --loss_type reward trains reward models."
         )
-    start = settings.get("init_lora_weights", True)
-    if start not in (True, False, "gaussian", "orthogonal", "eva"):
+    kind = settings.get("peft_type")
+    start = settings.get("init_lora_weights", True)  # other kinds have changed the base
+    if kind != "LORA" or start not in (True, False, "gaussian", "orthogonal", "eva"):
         raise UserError(
-            f"--continue_adapter: {adapter} was initialised with {start}, which changed the "
-            "weights of its base; convert it to plain LoRA first (path_initial_model_for_weight_"
-            "conversion of peft)."
+            f"--continue_adapter: {adapter} is no plain LoRA (peft_type {kind}, init_lora_weights "
+            f"{start}); convert it with peft's path_initial_model_for_weight_conversion, or leave "
+            "the flag out to merge it."
         )
-    adapted = _load_adapter(model, adapter, base, is_trained=True)
-    has_rows = type(model.get_input_embeddings()) is not nn.Embedding
-    if new_tokens and not has_rows:
+    adapted = _load_adapter(model, adapter, is_trained=True)
+    is_in_full = hasattr(model.get_input_embeddings(), "modules_to_save")  # type: ignore[no-untyped-call]
+    if not is_in_full and not _tokens_with_rows(adapter).issuperset(new_tokens):
         raise UserError(
-            f"--continue_adapter: {adapter} does not train the embeddings of {len(new_tokens)} "
-            "tokens that its base lacks; leave the flag out to merge it into its base."
+            f"--continue_adapter: {adapter} does not train the embeddings of all {len(new_tokens)} "
+            "new tokens; leave --chat_template out, or leave this flag out to merge the adapter."
         )
-    set_base(adapted, base, base_commit)
     return adapted
 
 
-def _load_adapter(
-    model: "PreTrainedModel", adapter: Path, base: str, is_trained: bool
-) -> "PeftModel":
+def _load_adapter(model: "PreTrainedModel", adapter: Path, is_trained: bool) -> "PeftModel":
     """Add a stored adapter to its base, in place.
 
     Args:
         model: the base. It may be on the meta device if the adapter is trained.
         adapter: the folder of the adapter.
-        base: the folder or hub name of the base.
         is_trained: whether the adapter is trained further. Its tensors are float32 then, and real.
 
     Raises:
-        UserError: if this is no LoRA adapter, or if it does not fit the model.
+        UserError: if it cannot be loaded, or if it does not fit the model.
     """
     with (
         as_user_error(f"{adapter}: its adapter could not be loaded", first_line),
@@ -392,6 +357,7 @@ def _load_adapter(
     missing_names = own_names.intersection(result.missing_keys)
     mismatched = sorted(missing_names.union(result.unexpected_keys))
     if mismatched:
+        base, _ = base_of(adapter)
         raise UserError(
             f"{adapter} does not fit {base}: only one of them has {mismatched[0]}; set "
             "base_model_name_or_path in adapter_config.json to the model that it was trained on."
@@ -400,26 +366,28 @@ def _load_adapter(
 
 
 def tokens_of_adapter(
+    adapter: Path,
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerFast | None",
     new_tokens: Sequence[int],
 ) -> list[int]:
-    """Return the tokens that an adapter has embeddings for, and its base has not.
+    """Return the tokens whose embeddings an adapter has, or must have because its base has none.
 
     Args:
+        adapter: the folder of the adapter.
         model: the base model.
         tokenizer: the adapter's.
         new_tokens: tokens that a chat template has added to it.
-
-    Raises:
-        UserError: if a chat template has added more tokens.
     """
-    if new_tokens:
-        raise UserError(
-            "--continue_adapter: the chat template has tokens that the adapter has no rows for; "
-            "leave --chat_template out, or merge the adapter with llmtrain export --merge."
-        )
-    if tokenizer is None:
-        return []
-    embeddings = cast(nn.Embedding, model.get_input_embeddings())
-    return [*range(len(embeddings.weight), max(tokenizer.get_vocab().values()) + 1)]
+    tokens = {*_tokens_with_rows(adapter), *new_tokens}
+    if tokenizer is not None:
+        embeddings = cast(nn.Embedding, model.get_input_embeddings())
+        tokens.update(range(len(embeddings.weight), max(tokenizer.get_vocab().values()) + 1))
+    return sorted(tokens)
+
+
+def _tokens_with_rows(adapter: Path) -> set[int]:
+    """Return the tokens whose rows of the embeddings are in an adapter."""
+    rows = folder_config(adapter).get("trainable_token_indices") or []
+    lists = rows.values() if isinstance(rows, dict) else [rows]
+    return {*itertools.chain.from_iterable(lists)}

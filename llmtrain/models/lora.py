@@ -5,6 +5,7 @@ peft adds them to the model.
 
 import copy
 import warnings
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +20,7 @@ from llmtrain.interfaces.model_bundle import Weights
 from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import ADAPTER_WEIGHTS
 from llmtrain.models.dtypes import cast_weights
-from llmtrain.models.export import (
-    ModelFiles,
-    auto_class_of,
-    gives_scores,
-)
+from llmtrain.models.export import ModelFiles, auto_class_of, gives_scores
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.text_tower import BASE_FILE
 from llmtrain.seeds import seed_of
@@ -37,11 +34,9 @@ if TYPE_CHECKING:
 def add_lora(
     model: "PreTrainedModel",
     config: LoraConfig,
-    base: str,
     seed: int,
     new_tokens: Sequence[int],
     is_reward_model: bool = False,
-    base_commit: str | None = None,
 ) -> "PeftModel":
     """Add LoRA's matrices to a model, in place, and freeze everything else.
 
@@ -51,11 +46,9 @@ def add_lora(
     Args:
         model: the base model.
         config: how large the matrices are, and which modules get them.
-        base: the folder or hub name of the base's weights.
         seed: of the initial values of the matrices.
         new_tokens: tokens that the base has no embeddings for. Their embeddings are trained, too.
         is_reward_model: whether the model scores answers.
-        base_commit: the commit of the base on the hub, for peft; ``None`` for a folder.
 
     Returns:
         peft's view of the model, which can save the adapter.
@@ -94,7 +87,7 @@ def add_lora(
         task_type="SEQ_CLS" if is_reward_model else "CAUSAL_LM",
     )
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"):  # what matters is checked here
             if expert_targets:
                 settings = _with_experts(model, settings, expert_targets)
             adapted: PeftModel = peft.get_peft_model(model, settings)
@@ -105,7 +98,6 @@ def add_lora(
     _initialise(model, seed)
     # Also if the base has fewer bits.
     cast_weights(model, torch.float32)
-    set_base(adapted, base, base_commit)
     return adapted
 
 
@@ -122,18 +114,15 @@ def _targets(model: "PreTrainedModel", targets: list[str]) -> tuple[list[str] | 
         return "all-linear", expert_parameters
 
     module_targets = []
-    expert_targets = []
+    expert_targets: set[str] = set()
     for target in targets:
         experts = [name for name in expert_parameters if _matches(target, name)]
-        expert_targets += experts
+        expert_targets.update(experts)
         if any(_matches(target, name) for name, _ in model.named_modules()):
             module_targets.append(target)
         elif not experts:
-            raise UserError(
-                f"--lora_target_modules: no module is called {target}; name the ends of names, "
-                "such as q_proj, or only all-linear."
-            )
-    return module_targets, expert_targets
+            raise UserError(f"--lora_target_modules: no module is called {target}.")
+    return module_targets, sorted(expert_targets)
 
 
 def _with_experts(
@@ -159,27 +148,6 @@ def _with_experts(
         if is_target and not any(_matches(target, name) for target in remaining):
             parameters.append(f"{name}.weight")
     return replace(settings, target_parameters=parameters)
-
-
-def set_base(adapted: "PeftModel", base: str, base_commit: str | None) -> None:
-    """Let an adapter's settings name its base.
-
-    Args:
-        adapted: peft's view of the model.
-        base: the folder or hub name of the base's weights.
-        base_commit: the commit of the base on the hub; ``None`` for a folder.
-    """
-    if Path(base).is_dir():
-        # Absolute, because the adapter may be loaded from another working directory.
-        base = str(Path(base).resolve())
-    settings = cast("peft.LoraConfig", adapted.peft_config["default"])
-    adapted.peft_config["default"] = replace(
-        settings,
-        base_model_name_or_path=base,
-        revision=base_commit,
-        # peft names the head of a reward model again each time.
-        modules_to_save=[*dict.fromkeys(settings.modules_to_save or ())] or None,
-    )
 
 
 def _check_modules_to_save(model: "PreTrainedModel", config: LoraConfig) -> None:
@@ -275,24 +243,23 @@ def with_adapter_weights(model: nn.Module, weights: Weights) -> Weights:
     parameters of a module that is trained in full come twice, also for its copy. Parameters of
     an adapter that is trained further have their values already.
     """
-    empty = {name for name, parameter in model.named_parameters() if parameter.is_meta}
-    layers = dict(model.named_modules())
-    names_of: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of.setdefault(parameter, []).append(name)
-    tied_names = {names[0]: names for names in names_of.values()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    empty = {name for name, parameter in parameters.items() if parameter.is_meta}
+    tied_names: defaultdict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in parameters.items():
+        tied_names[parameter].append(name)
 
     def stream() -> Weights:
         for first_name, weight in weights:
             yield first_name, weight
-            for name in tied_names[first_name]:
+            for name in tied_names[parameters[first_name]]:
                 copy_name = name.replace(".original_module.", ".modules_to_save.default.")
                 if copy_name != name and copy_name in empty:
                     yield copy_name, weight
                 layer_name = name.removesuffix(".base_layer.weight")
                 magnitudes_name = f"{layer_name}.lora_magnitude_vector.default.weight"
                 if magnitudes_name in empty:
-                    dora = layers[magnitudes_name.removesuffix(".weight")]
+                    dora = model.get_submodule(magnitudes_name.removesuffix(".weight"))
                     rows = weight.T if dora.fan_in_fan_out else weight
                     yield magnitudes_name, torch.linalg.norm(rows, dim=1).to(weight.dtype)
 
@@ -316,8 +283,18 @@ class AdapterFiles(ModelFiles):
     library: ClassVar[str] = "peft"
 
     def write_config(self, folder: Path) -> None:
-        """Write the adapter's settings, and the origin of its base."""
-        self.adapted.peft_config["default"].save_pretrained(str(folder))
+        """Write the adapter's settings with the name of its base, and the origin of that."""
+        base = str(self.base)
+        settings = cast("peft.LoraConfig", self.adapted.peft_config["default"])
+        settings = replace(
+            settings,
+            # Absolute, because the adapter may be loaded from another working directory.
+            base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
+            revision=self.origin.get("commit"),
+            # peft names the head of a reward model again each time.
+            modules_to_save=[*dict.fromkeys(settings.modules_to_save or ())] or None,
+        )
+        settings.save_pretrained(str(folder))
         write_json(folder / BASE_FILE, self.origin, durable=False)
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:

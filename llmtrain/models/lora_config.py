@@ -59,17 +59,14 @@ class LoraConfig(Config):
     )
 
     def __post_init__(self) -> None:
-        require_at_least(self, 0, "lora_r")
+        require_at_least(self, 0, "lora_r", "lora_dropout")
         if not self.lora_r:
             for name in ("lora_modules_to_save", "lora_dropout", "use_dora", "use_rslora"):
                 if getattr(self, name):
                     raise UserError(f"--{name} needs --lora_r.")
         require_at_least(self, 1, "lora_alpha")
-        if not 0 <= self.lora_dropout < 1:
-            raise UserError(
-                f"--lora_dropout {self.lora_dropout} is out of range: it must be at least 0 and "
-                "below 1."
-            )
+        if self.lora_dropout >= 1:
+            raise UserError(f"--lora_dropout {self.lora_dropout} is too large: it must be below 1.")
 
     def changed_flags(self) -> list[str]:
         """Return the names of the flags that differ from their defaults."""

@@ -24,7 +24,6 @@ from llmtrain.model_folders import as_token_ids, vocabulary_of
 from llmtrain.models.adapters import (
     adapter_origin,
     check_base,
-    has_token_rows,
     load_lora,
     tokens_of_adapter,
     trains_whole_modules,
@@ -224,16 +223,10 @@ def _add_adapter(
     is_reward_model: bool,
 ) -> "PeftModel":
     """Add a new adapter to a model, or the stored one that is trained further."""
-    options: dict[str, Any] = {
-        "base": base,
-        "new_tokens": new_tokens,
-        "is_reward_model": is_reward_model,
-        "base_commit": origin.get("commit"),
-    }
     if adapter is not None:
         check_base(adapter, base, origin)
-        return load_lora(model, adapter, **options)
-    return add_lora(model, cast(LoraConfig, lora), seed=seed, **options)
+        return load_lora(model, adapter, new_tokens, is_reward_model)
+    return add_lora(model, cast(LoraConfig, lora), seed, new_tokens, is_reward_model)
 
 
 def _base_dtypes(folder: Path, base_tensors: BaseTensors | None) -> StoredDtypes:
@@ -428,8 +421,8 @@ def _fit_vocabulary(
     """
     new_tokens = rows.new_tokens
     if adapter is not None:
-        new_tokens = tokens_of_adapter(model, rows.tokenizer, rows.new_tokens)
-    if initial_weights is not None and (new_tokens or has_token_rows(adapter)):
+        new_tokens = tokens_of_adapter(adapter, model, rows.tokenizer, rows.new_tokens)
+    if initial_weights is not None and new_tokens:
         initial_weights.load_embeddings(model)
 
     embeddings = cast(nn.Embedding, model.get_input_embeddings())

@@ -405,7 +405,7 @@ def built_at_once(
         torch.manual_seed(seed_of(3, "rows of new tokens"))
         model.resize_token_embeddings(len(tokenizer))
     if lora is not None:
-        add_lora(model, lora, base, 3, new_tokens)
+        add_lora(model, lora, 3, new_tokens)
     return model
 
 

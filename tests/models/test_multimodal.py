@@ -209,7 +209,7 @@ def add_lora_with_head(name: str, is_tied: bool) -> Any:
     with torch.device("meta"):
         model = model_class(config_class(**CLASSES[name], tie_word_embeddings=is_tied))
     lora = lt.LoraConfig(lora_r=2, lora_target_modules=["q_proj"], lora_modules_to_save=["lm_head"])
-    return add_lora(model, lora, "base", seed=0, new_tokens=[])
+    return add_lora(model, lora, seed=0, new_tokens=[])
 
 
 # --- checkpoints, and bases with missing files

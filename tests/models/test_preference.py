@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -594,8 +595,9 @@ def test_an_adapter_of_a_reward_model_is_exported_merged_and_continued_with_its_
     flags = {"model_name_or_path": str(folder), "continue_adapter": True}
     continued = load(written, None, "reward", **flags)
     assert torch.equal(answer_values(written, continued, rows_each=4), answers)
-    modules = continued.files.adapted.peft_config["default"].modules_to_save
-    assert modules == ["classifier", "score"]
+    again = export_model(continued, tmp_path / "again")
+    settings = json.loads((again / "adapter_config.json").read_text())
+    assert settings["modules_to_save"] == ["classifier", "score"]
 
     with pytest.raises(UserError, match="is an adapter of a reward model"):
         load(written, None, "sigmoid", **flags)
