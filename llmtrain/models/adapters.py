@@ -19,9 +19,9 @@ from llmtrain.locks import file_lock
 from llmtrain.model_folders import (
     ADAPTER_WEIGHTS,
     DATA_ONLY,
-    check_model_files,
     folder_beside,
     tokenizer_of,
+    vocabulary_of,
 )
 from llmtrain.models.dtypes import check_range, stored_dtypes
 from llmtrain.models.export import (
@@ -146,7 +146,7 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
     """
     base, revision = base_of(adapter)
     tokenizer = tokenizer_of(str(adapter))
-    adapted = adapted_model(str(adapter), len(tokenizer), torch.float32)
+    adapted = adapted_model(adapter, len(tokenizer), torch.float32)
     model = cast("PreTrainedModel", adapted.get_base_model())
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[no-untyped-call]
         layer: nn.Embedding | nn.Linear | None = getattr(module, "base_layer", None)
@@ -200,8 +200,7 @@ def base_of(adapter: Path) -> tuple[str, str]:
     Raises:
         UserError: if the adapter is a pickle, or names no base.
     """
-    check_model_files(adapter)
-    settings = folder_config(adapter)
+    settings = folder_config(local_folder(str(adapter)))  # which refuses a pickle
     base = settings.get("base_model_name_or_path")
     if not base:
         raise UserError(
@@ -238,11 +237,13 @@ def trains_whole_modules(lora: LoraConfig | None, adapter: Path | None) -> bool:
     return bool(folder_config(adapter).get("modules_to_save"))
 
 
-def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto") -> "PeftModel":
+def adapted_model(
+    adapter: Path, vocabulary: int, dtype: "torch.dtype | str" = "auto"
+) -> "PeftModel":
     """Load an adapter with its base model.
 
     Args:
-        name: the folder of the adapter.
+        adapter: the folder of the adapter.
         vocabulary: the number of tokens that need embeddings.
         dtype: of the base's weights. ``auto`` is the dtype in which they are stored.
 
@@ -252,7 +253,6 @@ def adapted_model(name: str, vocabulary: int, dtype: "torch.dtype | str" = "auto
     """
     from transformers.quantizers.auto import AutoQuantizationConfig
 
-    adapter = Path(name)
     base, revision = base_of(adapter)
     with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
         if "sha256" in read_object(adapter / BASE_FILE):  # a commit is loaded as it was
@@ -304,16 +304,16 @@ def load_lora(
             f"--continue_adapter: {adapter} is an adapter of a {kind}, which this run does not "
             "train; only --loss_type reward trains reward models."
         )
-    kind = settings.get("peft_type")
+    peft_type = settings.get("peft_type")
     start = settings.get("init_lora_weights", True)  # other kinds have changed the base
-    if kind != "LORA" or start not in (True, False, "gaussian", "orthogonal", "eva"):
+    if peft_type != "LORA" or start not in (True, False, "gaussian", "orthogonal", "eva"):
         raise UserError(
-            f"--continue_adapter: {adapter} is no plain LoRA (peft_type {kind}, init_lora_weights "
-            f"{start}); convert it with peft's path_initial_model_for_weight_conversion, or leave "
-            "the flag out to merge it."
+            f"--continue_adapter: {adapter} is no plain LoRA (peft_type {peft_type}, "
+            f"init_lora_weights {start}); leave the flag out to merge it, or convert it with "
+            "path_initial_model_for_weight_conversion of peft."
         )
     adapted = _load_adapter(model, adapter, is_trained=True)
-    is_in_full = hasattr(model.get_input_embeddings(), "modules_to_save")  # type: ignore[no-untyped-call]
+    is_in_full = hasattr(model.get_input_embeddings(), "modules_to_save")
     if not is_in_full and not _tokens_with_rows(adapter).issuperset(new_tokens):
         raise UserError(
             f"--continue_adapter: {adapter} does not train the embeddings of all {len(new_tokens)} "
@@ -342,19 +342,17 @@ def _load_adapter(model: "PreTrainedModel", adapter: Path, is_trained: bool) -> 
         settings = peft.PeftConfig.from_pretrained(str(adapter))
         settings.inference_mode = False
         adapted: PeftModel = peft.get_peft_model(model, settings)
-        own_names = set()
-        for name, parameter in [*adapted.named_parameters()]:
-            if not parameter.requires_grad:
-                continue
-            own_names.add(name)
-            if is_trained:
+        names = [name for name, tensor in adapted.named_parameters() if tensor.requires_grad]
+        if is_trained:
+            for name in names:
+                parameter = adapted.get_parameter(name)
                 device = "cpu" if parameter.is_meta else parameter.device
                 real = torch.empty_like(parameter, dtype=torch.float32, device=device)
                 torch.utils.swap_tensors(parameter, nn.Parameter(real))  # type: ignore[no-untyped-call]
         tensors = load_file(adapter / ADAPTER_WEIGHTS)
         result: Any = peft.set_peft_model_state_dict(adapted, tensors)
 
-    missing_names = own_names.intersection(result.missing_keys)
+    missing_names = {*names}.intersection(result.missing_keys)
     mismatched = sorted(missing_names.union(result.unexpected_keys))
     if mismatched:
         base, _ = base_of(adapter)
@@ -382,7 +380,7 @@ def tokens_of_adapter(
     tokens = {*_tokens_with_rows(adapter), *new_tokens}
     if tokenizer is not None:
         embeddings = cast(nn.Embedding, model.get_input_embeddings())
-        tokens.update(range(len(embeddings.weight), max(tokenizer.get_vocab().values()) + 1))
+        tokens.update(range(len(embeddings.weight), vocabulary_of(tokenizer)))
     return sorted(tokens)
 
 

@@ -94,7 +94,7 @@ class TextModel:
         self.tokenizer = tokenizer_of(name)
         with as_user_error(f"{name}: no model could be loaded"):
             if is_adapter(folder):
-                loaded: torch.nn.Module = adapted_model(name, len(self.tokenizer))
+                loaded: torch.nn.Module = adapted_model(folder, len(self.tokenizer))
             else:
                 loaded = load_causal_lm(name)
         device = "cuda" if torch.cuda.is_available() else "cpu"

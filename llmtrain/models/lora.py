@@ -152,24 +152,18 @@ def _with_experts(
 
 def _check_modules_to_save(model: "PreTrainedModel", config: LoraConfig) -> None:
     """Raise :class:`UserError` if a module of ``--lora_modules_to_save`` cannot be copied."""
-    modules = dict(model.named_modules())
-    embeddings = {model.get_input_embeddings(), model.get_output_embeddings()}  # type: ignore[no-untyped-call]
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    is_tied = head is not None and head.weight is embedding.weight
     for target in config.lora_modules_to_save:
-        matching = [module for name, module in modules.items() if name.endswith(target)]
+        matching = [module for name, module in model.named_modules() if name.endswith(target)]
         if not matching:
             raise UserError(f"--lora_modules_to_save: no module is called {target}.")
-        if _has_tied_head(model) and embeddings.intersection(matching):
+        if is_tied and (embedding in matching or head in matching):
             raise UserError(
                 f"--lora_modules_to_save {target}: the embedding and the head of this model share "
                 "their weights, and a copy of one would part them; leave it out."
             )
-
-
-def _has_tied_head(model: "PreTrainedModel") -> bool:
-    """Return whether the head of a model has the weights of its embedding."""
-    head = cast("nn.Linear | None", model.get_output_embeddings())  # type: ignore[no-untyped-call]
-    embedding = cast(nn.Embedding, model.get_input_embeddings())
-    return head is not None and head.weight is embedding.weight
 
 
 def _token_rows(
@@ -179,13 +173,13 @@ def _token_rows(
 
     An embedding that is trained in full is left out.
     """
-    embeddings: list[nn.Module] = [model.get_input_embeddings()]
-    if not _has_tied_head(model):
-        embeddings.append(model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     rows = {}
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
-        if new_tokens and module in embeddings and name not in trained_modules:
+        has_rows = module is embedding or (module is head and head.weight is not embedding.weight)
+        if has_rows and new_tokens and name not in trained_modules:
             rows[name] = [*new_tokens]
     return rows or None
 

@@ -82,7 +82,7 @@ def test_everything_that_is_loaded_is_of_the_revision(
     assert json.loads((adapter / "adapter_config.json").read_text())["revision"] == commit
     for name in COMMITS:
         (hub / "refs" / name).write_text("c" * 40)
-    assert adapted_model(str(adapter), 300).config.num_hidden_layers == LAYERS[branch]
+    assert adapted_model(adapter, 300).config.num_hidden_layers == LAYERS[branch]
     (tmp_path / "outline").mkdir()
     write_outline(adapter, tmp_path / "outline")
     outline = json.loads((tmp_path / "outline" / "config.json").read_text())

@@ -352,7 +352,7 @@ def use_safetensors(adapter: Path) -> None:
     [
         pytest.param(TextModel, id="text"),
         pytest.param(load_causal_lm, id="model"),
-        pytest.param(lambda name: adapted_model(name, 1), id="adapter"),
+        pytest.param(lambda name: adapted_model(Path(name), 1), id="adapter"),
         pytest.param(lambda name: merged_model(Path(name)), id="merged"),
     ],
 )

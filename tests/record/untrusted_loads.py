@@ -49,7 +49,7 @@ def adapter_of(folder: Path) -> Path:
 OF_ADAPTERS = {
     "generate": lambda folder: TextModel(str(folder)),
     "load": lambda folder: load_causal_lm(str(folder)),
-    "adapter": lambda folder: adapted_model(str(folder), 1),
+    "adapter": lambda folder: adapted_model(folder, 1),
     "merge": merged_model,
     "plan": lambda folder: write_outline(folder, new_folder(folder)),
 }
