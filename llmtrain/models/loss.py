@@ -1,13 +1,43 @@
-"""The shift of labels, and the summed loss that every model of this package returns."""
+"""The shift of labels, and the losses of a linear head that never hold all logits.
+
+A loss is computed from the logits of a chunk of positions at a time. The logits of a chunk are
+overwritten with their gradient, one tile after the other, while a tile is in the cache.
+
+The gradients of a summed loss are computed in the forward pass, as in Liger (Hsu et al. 2024,
+arXiv:2410.10989), so that logits are computed once. The backward pass computes them if every
+position has an incoming gradient of its own, or if products are in fp16: only the backward pass
+knows the loss scale. If there is more than one chunk, it then computes the logits again.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from llmtrain.interfaces.batches import IGNORED
-from llmtrain.models import nll_kernels
 from llmtrain.padded_sizes import padded_size
+
+# Takes logits [n, V] in float32 (or wider), the incoming gradient of each position, [n], and the
+# targets [n]. Returns a value for each position, [n], and the gradient of the logits [n, V]. Both
+# gradients are ``None`` if none is needed. It must not change the logits.
+LogitLoss: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+# How many logits a device holds at a time: those of a chunk of positions. They are constants,
+# because bits must not depend on the machine. 32 MiB in float32; a GPU wants few large products.
+CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 30}
+# How many of them become their gradient at a time. 2 MiB stay in a processor's cache.
+TILE_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 27}
+
+# Fast kernels of GPUs need rows of logits that begin at multiples of so many bytes. Otherwise the
+# vocabulary is padded to a multiple of so many tokens.
+_ALIGNMENT_BYTES = 16
+_PADDED_MULTIPLE = 128
 
 
 def matmul_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -75,6 +105,28 @@ def summed_nll(logits: Tensor, targets: Tensor, per_target: bool = False) -> Ten
     )
 
 
+def target_nll(
+    logits: Tensor, incoming: Tensor | None, targets: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the nll of each target in nats, which is 0 if it is ignored. A :data:`LogitLoss`."""
+    is_target = targets[:, None] != IGNORED
+    columns = targets[:, None].where(is_target, 0)
+    log_p = logits.log_softmax(1)
+    nll = -(log_p.gather(1, columns) * is_target)[:, 0]
+    if incoming is None:
+        return nll, None
+
+    # The probabilities, less one at the target.
+    if torch.compiler.is_compiling():
+        # In one pass. Comparing 64-bit columns would take longer than reading the logits.
+        tokens = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
+        gradient = log_p.exp() - (tokens == columns.int()).to(log_p.dtype)
+    else:
+        minus_one = torch.full_like(columns, -1, dtype=log_p.dtype)
+        gradient = log_p.exp_().scatter_add_(1, columns, minus_one)
+    return nll, gradient.mul_(incoming[:, None] * is_target)
+
+
 def linear_nll(
     hidden: Tensor,
     weight: Tensor,
@@ -83,13 +135,13 @@ def linear_nll(
     softcap: float | None = None,
     target_positions: Tensor | None = None,
     per_target: bool = False,
+    loss: LogitLoss = target_nll,
 ) -> Tensor:
     """Return ``summed_nll(F.linear(hidden, weight, bias), targets)`` in bounded memory.
 
-    The products are computed in the dtype of ``hidden``, or in autocast's. Logits, their sums and
-    the gradient of ``hidden`` are added up in float32 (or float64). Repeated calls return the same
-    bits. There is no second derivative. :mod:`llmtrain.models.nll_kernels` says how the number of
-    logits in memory is bounded.
+    The products are computed in the dtype of ``hidden``, or in autocast's. The loss, its gradient
+    and sums over chunks are computed in float32 (or float64). Repeated calls return the same bits.
+    There is no second derivative, and one backward pass.
 
     Args:
         hidden: [B, T, C].
@@ -102,16 +154,8 @@ def linear_nll(
             head. The default is all.
         per_target: return the value of each target instead of the sum: [B * T], or [N] for
             ``target_positions``.
-
-    Raises:
-        IndexError: if the number of targets is not the number of positions. (A target outside the
-            vocabulary makes the result NaN instead: an error would have to wait for the device.)
+        loss: another loss of each position, which takes its targets.
     """
-    if hidden.shape[:-1] != targets.shape:
-        raise IndexError(
-            f"There must be one target for each position, but targets are {tuple(targets.shape)} "
-            f"and positions {tuple(hidden.shape[:-1])}."
-        )
     hidden = hidden.flatten(0, -2)
     targets = targets.flatten()
 
@@ -122,19 +166,184 @@ def linear_nll(
         targets = targets[indices].where(~is_padding, IGNORED)
 
     hidden = hidden.to(matmul_dtype(hidden.device, hidden.dtype))
+    tile_loss = _tile_loss
+    # The bits of compiled code depend on which shapes came first.
+    if hidden.is_cuda and not torch.are_deterministic_algorithms_enabled():
+        tile_loss = _compiled_tile_loss()
+    result: Tensor = _LinearLoss.apply(  # type: ignore[no-untyped-call]
+        hidden,
+        weight,
+        bias,
+        targets,
+        functools.partial(tile_loss, loss, softcap),
+        per_target,
+        torch.is_grad_enabled(),  # it is off inside an autograd function
+    )
+    return result
 
+
+class _LinearLoss(torch.autograd.Function):
+    """The sum of a loss, or its values, and its gradients. See :func:`linear_nll`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        tile_loss: Callable[..., Tensor],
+        per_target: bool,
+        is_grad_enabled: bool,
+    ) -> Tensor:
+        needs_grad = is_grad_enabled and any(ctx.needs_input_grad)
+        ctx.is_deferred = per_target or hidden.dtype == torch.float16
+        ctx.compute = functools.partial(_over_chunks, tile_loss, ctx.needs_input_grad, targets)
+
+        incoming = None
+        if needs_grad and not ctx.is_deferred:
+            incoming = torch.ones(len(hidden), device=hidden.device)
+        values, gradients, logits = ctx.compute(incoming, None, hidden, weight, bias)
+
+        ctx.save_for_backward(*gradients)
+        if needs_grad and ctx.is_deferred:
+            # If there is only one chunk, its logits need not be computed again.
+            all_logits = logits if len(logits) == len(hidden) else None
+            ctx.save_for_backward(all_logits, hidden, weight, bias)
+        return torch.cat(values) if per_target else torch.stack([v.sum() for v in values]).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.saved_tensors
+        if ctx.is_deferred:
+            all_logits, hidden, weight, bias = ctx.saved_tensors
+            incoming = incoming.expand(len(hidden))
+            _, gradients, _ = ctx.compute(incoming, all_logits, hidden, weight, bias)
+        else:
+            for gradient in gradients:
+                # A copy would take as much memory again. Autograd refuses a second backward pass.
+                if gradient is not None:
+                    gradient.mul_(incoming)
+        return *gradients, None, None, None, None
+
+
+def _over_chunks(
+    tile_loss: Callable[..., Tensor],
+    needs: tuple[bool, ...],
+    targets: Tensor,
+    incoming: Tensor | None,
+    all_logits: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> tuple[list[Tensor], list[Tensor | None], Tensor]:
+    """Compute a loss and its gradients, a chunk of positions at a time.
+
+    Args:
+        tile_loss: :func:`_tile_loss` with its first arguments.
+        needs: whether each input needs a gradient.
+        targets: [N].
+        incoming: the gradient of each value, [N]. ``None`` computes no gradients.
+        all_logits: [N, V], if they are known. They are overwritten.
+        hidden: [N, C].
+        weight: [V, C].
+        bias: [V].
+
+    Returns:
+        The values of each tile of positions, the gradients of the last three arguments, and the
+        logits of the last chunk.
+    """
     vocabulary = len(weight)
-    # The gradient in place is rounded before backward applies the loss scale, which fp16 needs.
-    needs_loss_scale = hidden.dtype == torch.float16
-    if not needs_loss_scale and nll_kernels.fits_in_place(hidden, vocabulary):
-        return nll_kernels.in_place_nll(
-            hidden,
-            weight,
-            targets,
-            bias=bias,
-            softcap=softcap,
-            per_target=per_target,
-        )
+    head = _cast_and_padded(weight, hidden)
+    head_bias = None if bias is None else _cast_and_padded(bias, hidden)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    gradients: list[Tensor | None] = [None, None, None]
+    for index, tensor in enumerate((hidden, head, head_bias)):
+        if incoming is not None and tensor is not None and needs[index]:
+            gradients[index] = torch.zeros_like(tensor, dtype=wide)
+    hidden_gradient, weight_gradient, bias_gradient = gradients
 
-    nll = nll_kernels.blockwise_nll(hidden, weight, targets, bias=bias, softcap=softcap)
-    return nll if per_target else nll.sum()
+    values = []
+    logits = hidden[:0] if all_logits is None else all_logits
+    for chunk in _slices(len(hidden), vocabulary, CHUNK_LOGITS, hidden.device):
+        if all_logits is None:
+            logits = hidden[:0]  # frees those of the chunk before
+            logits = F.linear(hidden[chunk], head, head_bias)
+        for tile in _slices(len(logits), vocabulary, TILE_LOGITS, hidden.device):
+            tile_incoming = None if incoming is None else incoming[chunk][tile]
+            values.append(tile_loss(logits[tile, :vocabulary], tile_incoming, targets[chunk][tile]))
+
+        # By now, the logits are their gradient. That of padding is 0.
+        if hidden_gradient is not None:
+            hidden_gradient[chunk] = logits @ head
+        if weight_gradient is not None:
+            _add_product(weight_gradient, logits.T, hidden[chunk])
+        if bias_gradient is not None:
+            bias_gradient += logits.sum(0, dtype=wide)
+
+    for index, tensor in enumerate((hidden, weight, bias)):
+        gradient = gradients[index]
+        if gradient is not None and tensor is not None:
+            gradients[index] = gradient[: len(tensor)].to(tensor.dtype)
+    return values, gradients, logits
+
+
+def _slices(
+    length: int, vocabulary: int, limits: dict[str, int], device: torch.device
+) -> list[slice]:
+    """Return slices of positions [N] which have about as many logits as may be held at a time."""
+    size = max(limits.get(device.type, limits["cpu"]) // vocabulary, 1)
+    return [slice(start, start + size) for start in range(0, max(length, 1), size)]
+
+
+def _cast_and_padded(values: Tensor, hidden: Tensor) -> Tensor:
+    """Return the weight or bias of a head as it is multiplied with hidden states.
+
+    GPT-2 has 50,257 tokens. A row of as many 16-bit logits is not aligned to 16 bytes, so the fast
+    kernels of a GPU cannot be used for any of the three products. The head is then padded with rows
+    of zeros, whose logits the loss ignores.
+    """
+    vocabulary = len(values)
+    is_aligned = vocabulary * hidden.element_size() % _ALIGNMENT_BYTES == 0
+    if is_aligned or not hidden.is_cuda:
+        return values.to(hidden.dtype)
+    padding = values.new_zeros(-vocabulary % _PADDED_MULTIPLE, *values.shape[1:])
+    return torch.cat([values, padding]).to(hidden.dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a matrix product to a total in float32 (or wider)."""
+    if total.dtype == b.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def _tile_loss(
+    loss: LogitLoss,
+    softcap: float | None,
+    logits: Tensor,
+    incoming: Tensor | None,
+    targets: Tensor,
+) -> Tensor:
+    """Return the values of a tile of positions, and overwrite its logits with their gradient."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is not None:
+        wide = (wide / softcap).tanh() * softcap
+    values, gradient = loss(wide, incoming, targets)
+    if gradient is not None:
+        if softcap is not None:
+            gradient *= 1 - (wide / softcap).square()  # tanh' is 1 - tanh^2
+        logits.copy_(gradient)
+    return values
+
+
+@functools.cache
+def _compiled_tile_loss() -> Callable[..., Tensor]:
+    """Compile :func:`_tile_loss` for a GPU, if something can compile it."""
+    try:
+        torch.compile(lambda x: x.exp())(torch.zeros(8, device="cuda"))
+    except Exception:  # each compiler raises its own errors
+        return _tile_loss
+    return torch.compile(_tile_loss)

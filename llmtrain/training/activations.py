@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from llmtrain.interfaces.model_bundle import RecomputesBlocks
 from llmtrain.interfaces.objective import Objective
 from llmtrain.json_types import JsonObject
-from llmtrain.models import attention_cpu, nll_kernels
+from llmtrain.models import attention_cpu, loss
 from llmtrain.models.gpt import GPT, LayerNorm
 from llmtrain.parallel.blocks import block_classes
 
@@ -389,8 +389,8 @@ def _as_on_device(on_gpu: bool) -> Iterator[None]:
                 mock.patch.object(experts, "_can_use_grouped_mm", return_value=False)
             )
         if on_gpu:
-            limits = nll_kernels.LOGIT_LIMITS
             patches.enter_context(mock.patch.object(attention_cpu, "MAX_LENGTH", 0))
-            patches.enter_context(mock.patch.dict(limits, cpu=limits["cuda"]))
+            for limits in (loss.CHUNK_LOGITS, loss.TILE_LOGITS):
+                patches.enter_context(mock.patch.dict(limits, cpu=limits["cuda"]))
             patches.enter_context(mock.patch.object(LayerNorm, "forward", nn.LayerNorm.forward))
         yield

@@ -1,7 +1,7 @@
 """The loss of a linear head in bounded memory computes what torch computes from all logits."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,35 +14,32 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from llmtrain.interfaces.batches import IGNORED
-from llmtrain.models import nll_kernels
-from llmtrain.models.loss import linear_nll, target_positions_of
+from llmtrain.models import loss
+from llmtrain.models.loss import linear_nll, matmul_dtype, target_nll, target_positions_of
 from llmtrain.padded_sizes import padded_size
 
 WIDTH = 6
-BLOCK = 16  # tokens of the vocabulary in a block, in these tests
-VOCABULARY = 5 * BLOCK - 2
-BLOCKS = math.ceil(VOCABULARY / BLOCK)
+VOCABULARY = 78
+CHUNK = 7  # positions of a chunk, in these tests
 INCOMING_GRADIENT = 0.37
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # up to the order of float64 sums
 
 
-def change_limits(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
-    limits = nll_kernels.LOGIT_LIMITS
-    monkeypatch.setitem(limits, "cpu", limits["cpu"]._replace(**changes))
+def change_limits(monkeypatch: pytest.MonkeyPatch, chunk: int, tile: int) -> None:
+    monkeypatch.setitem(loss.CHUNK_LOGITS, "cpu", chunk)
+    monkeypatch.setitem(loss.TILE_LOGITS, "cpu", tile)
 
 
-@pytest.fixture(autouse=True, params=["in place", "in place, fused", "blockwise"])
+@pytest.fixture(autouse=True, params=["one chunk", "as compiled", "chunks"])
 def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Make the loss be computed in one of its ways: all tests run with each of them.
 
-    The fused kernel is the one that a GPU compiles. Here it runs uncompiled.
+    What a GPU compiles runs uncompiled here.
     """
-    in_place_limit = -1 if request.param == "blockwise" else 10**9
-    change_limits(monkeypatch, block=1, in_place=in_place_limit, tile=7)
-    monkeypatch.setattr(nll_kernels, "_BLOCK_MULTIPLE", BLOCK)
-    if request.param == "in place, fused":
-        change_limits(monkeypatch, tile=10**9)
-        monkeypatch.setattr(nll_kernels, "_nll_and_gradient", nll_kernels._FusedKernel())
+    chunk = CHUNK * VOCABULARY if request.param == "chunks" else 10**9
+    change_limits(monkeypatch, chunk=chunk, tile=3 * VOCABULARY)
+    if request.param == "as compiled":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     return request.param
 
 
@@ -155,6 +152,9 @@ def check_as_accurate(errors: dict[str, float], errors_of_torch: dict[str, float
         assert errors[name] < 1.1 * errors_of_torch[name], name
 
 
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+
+
 class RecordedOperations(TorchDispatchMode):
     """Records the operations of torch that run inside.
 
@@ -176,7 +176,7 @@ class RecordedOperations(TorchDispatchMode):
             if isinstance(result, torch.Tensor):
                 self.largest = max(self.largest, result.numel())
         self.operations.add(func.overloadpacket)
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+        if func.overloadpacket in _PRODUCTS:
             self.product_dtypes.append(args[-1].dtype)
         return results
 
@@ -192,15 +192,7 @@ with_and_without_bias = pytest.mark.parametrize("bias", [False, True], ids=["no 
 
 @with_and_without_softcap
 @with_and_without_bias
-@pytest.mark.parametrize(
-    "vocabulary",
-    [
-        pytest.param(BLOCK - 3, id="less than a block"),
-        pytest.param(BLOCK, id="a block"),
-        pytest.param(BLOCK + 1, id="a block and a token"),
-        pytest.param(VOCABULARY, id="many blocks"),
-    ],
-)
+@pytest.mark.parametrize("vocabulary", [13, VOCABULARY])
 def test_loss_and_gradients_are_those_of_torch(
     vocabulary: int, bias: bool, softcap: float | None
 ) -> None:
@@ -214,14 +206,6 @@ def test_loss_and_gradients_are_those_of_torch(
     float32_results = loss_and_gradients(linear_nll, float32_example, softcap)
     assert_close(float32_results, loss_and_gradients(torch_nll, float32_example, softcap))
     assert max(relative_errors(float32_results, expected).values()) < 1e-6
-
-
-@with_and_without_softcap
-def test_gradients_are_those_of_finite_differences(softcap: float | None) -> None:
-    hidden, weight, targets, bias = make_example(BLOCK + 1, bias=True, rows=1)
-    assert torch.autograd.gradcheck(
-        lambda h, w, b: linear_nll(h, w, targets, b, softcap), (hidden, weight, bias)
-    )
 
 
 def test_a_tied_head_gets_the_gradients_of_both_uses() -> None:
@@ -255,19 +239,6 @@ def test_without_a_target_the_gradients_are_zero(softcap: float | None, dtype: t
         assert_close(results[name], torch.zeros_like(tensor), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("no_token", [-1, VOCABULARY], ids=["negative", "too large"])
-def test_a_target_outside_the_vocabulary_makes_the_loss_nan(no_token: int) -> None:
-    hidden, weight, targets, _ = make_example()
-    targets[:, 3] = no_token
-    assert linear_nll(hidden, weight, targets).isnan()
-
-
-def test_there_must_be_one_target_for_each_position() -> None:
-    hidden, weight, targets, _ = make_example()
-    with pytest.raises(IndexError, match="one target for each position"):
-        linear_nll(hidden, weight, targets[:, 1:])
-
-
 def test_the_bits_are_the_same_each_time() -> None:
     example = make_example(bias=True).to(torch.float32)
     first = loss_and_gradients(linear_nll, example, 1.5)
@@ -275,16 +246,57 @@ def test_the_bits_are_the_same_each_time() -> None:
     assert_close(second, first, rtol=0, atol=0)
 
 
-def test_backward_can_be_repeated() -> None:
+def test_a_second_backward_pass_is_refused() -> None:
+    nll = linear_nll(*make_example(bias=True))
+    nll.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        nll.backward()
+
+
+@with_and_without_softcap
+def test_each_target_may_have_its_own_gradient(softcap: float | None) -> None:
+    """Preference losses need that."""
     example = make_example(bias=True)
-    expected = loss_and_gradients(linear_nll, example)
+    weights = torch.linspace(-1, 2, example.targets.numel(), dtype=torch.float64)
 
-    example.weight.grad = None
-    nll = linear_nll(*example)
-    for _ in range(2):
-        nll.backward(nll.new_tensor(INCOMING_GRADIENT), retain_graph=True)
+    def weighted(*arguments: Any) -> torch.Tensor:
+        hidden, weight, targets, bias = arguments
+        nll = linear_nll(hidden, weight, targets, bias, softcap, per_target=True)
+        return (nll * weights).sum()
 
-    assert_close(example.weight.grad, 2 * expected["weight"])
+    def weighted_by_torch(*arguments: Any) -> torch.Tensor:
+        hidden, weight, targets, bias = arguments
+        logits = F.linear(hidden, weight, bias)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        nll = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
+        )
+        return (nll * weights).sum()
+
+    results = loss_and_gradients(weighted, example)
+    assert_close(results, loss_and_gradients(weighted_by_torch, example), **EXACT)
+
+
+def test_another_loss_can_be_computed_from_the_logits() -> None:
+    """Here it is the nll of a token and, with half its weight, of the token after it."""
+    example = make_example(ignored=0)
+
+    def two_tokens(
+        logits: torch.Tensor, incoming: torch.Tensor | None, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        first, gradient = target_nll(logits, incoming, targets)
+        half = None if incoming is None else incoming / 2
+        second, second_gradient = target_nll(logits, half, (targets + 1) % VOCABULARY)
+        if gradient is not None and second_gradient is not None:
+            gradient = gradient + second_gradient
+        return first + second / 2, gradient
+
+    results = loss_and_gradients(lambda h, w, t, _: linear_nll(h, w, t, loss=two_tokens), example)
+    expected = loss_and_gradients(
+        lambda h, w, t, _: torch_nll(h, w, t) + torch_nll(h, w, (t + 1) % VOCABULARY) / 2, example
+    )
+    assert_close(results, expected, **EXACT)
 
 
 def test_recomputation_changes_no_bit() -> None:
@@ -339,16 +351,16 @@ def autocast(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return torch.autocast("cpu", torch.bfloat16)(function)
 
 
-def many_blocks() -> Example:
-    """Return an example with sums over many blocks, whose roundings would show."""
-    return make_example(40 * BLOCK, bias=True, rows=1, width=64)
+def many_tokens() -> Example:
+    """Return an example with sums over many tokens, whose roundings would show."""
+    return make_example(640, bias=True, rows=1, width=64)
 
 
 @pytest.mark.parametrize(
     "softcap", [pytest.param(None, id="no softcap"), pytest.param(20.0, id="softcap")]
 )
 def test_autocast_is_as_accurate_as_with_all_logits(softcap: float | None) -> None:
-    example = many_blocks()
+    example = many_tokens()
     exact = loss_and_gradients(torch_nll, example, softcap)
     float32_example = example.to(torch.float32)
     results_of_torch = loss_and_gradients(autocast(torch_nll), float32_example, softcap)
@@ -367,7 +379,7 @@ def test_autocast_is_as_accurate_as_with_all_logits(softcap: float | None) -> No
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_half_precision_is_as_accurate_as_with_all_logits(dtype: torch.dtype) -> None:
-    example = many_blocks().to(dtype)
+    example = many_tokens().to(dtype)
     exact = loss_and_gradients(torch_nll, example.to(torch.float64))
     errors_of_torch = relative_errors(loss_and_gradients(torch_nll, example), exact)
 
@@ -380,7 +392,7 @@ def test_half_precision_is_as_accurate_as_with_all_logits(dtype: torch.dtype) ->
 
 def test_the_loss_scale_of_fp16_is_applied_before_gradients_are_rounded() -> None:
     loss_scale = 2**14
-    weight = torch.zeros(BLOCK + 1, WIDTH)
+    weight = torch.zeros(17, WIDTH)
     # The last token has a probability of 2e-9, which is 0 in half precision.
     weight[-1] = -18 / WIDTH
     example = Example(
@@ -404,56 +416,21 @@ def test_the_loss_scale_of_fp16_is_applied_before_gradients_are_rounded() -> Non
 # --- how many logits are in memory, and how much is computed
 
 
-@pytest.mark.parametrize("method", ["in place"], indirect=True)
-@pytest.mark.parametrize(
-    ("excess", "products"),
-    [pytest.param(0, 1, id="at the limit"), pytest.param(1, BLOCKS, id="above the limit")],
-)
-def test_more_logits_than_the_limit_are_computed_in_blocks(
-    excess: int, products: int, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    example = make_example()
-    change_limits(monkeypatch, in_place=example.targets.numel() * VOCABULARY - excess)
-
-    with RecordedOperations() as recorded:
-        linear_nll(*example)
-
-    assert len(recorded.product_dtypes) == products
-
-
-@pytest.mark.parametrize("method", ["blockwise"], indirect=True)
-def test_blocks_are_as_large_as_the_limit_of_logits_allows(
-    monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    example = make_example()
-    change_limits(monkeypatch, block=2 * BLOCK * example.targets.numel())
-
-    with RecordedOperations() as recorded:
-        linear_nll(*example)
-    results = loss_and_gradients(linear_nll, example)
-
-    assert len(recorded.product_dtypes) == math.ceil(BLOCKS / 2)
-    assert_close(results, loss_and_gradients(torch_nll, example), **EXACT)
-
-
-@pytest.mark.parametrize("method", ["blockwise"], indirect=True)
+@pytest.mark.parametrize("method", ["chunks"], indirect=True)
 @pytest.mark.parametrize("precision", ["float32", "autocast"])
-def test_blockwise_never_holds_all_logits(precision: str, method: str) -> None:
-    example = make_example(14 * BLOCK, bias=True).to(torch.float32)
-    positions = example.targets.numel()
-    logits = positions * len(example.weight)
+def test_there_are_never_more_logits_than_those_of_a_chunk(precision: str, method: str) -> None:
+    example = make_example(bias=True).to(torch.float32)
+    logits = example.targets.numel() * VOCABULARY
 
     largest = {}
     for nll in (torch_nll, linear_nll):
         function = autocast(nll) if precision == "autocast" else nll
-        with RecordedOperations() as forward:
-            loss = function(*example, 1.5)
-        with RecordedOperations() as backward:
-            loss.backward()
-        largest[nll] = (forward.largest, backward.largest)
+        with RecordedOperations() as recorded:
+            function(*example, 1.5).backward()
+        largest[nll] = recorded.largest
 
-    assert largest[torch_nll] == (logits, logits)
-    assert max(largest[linear_nll]) <= positions * BLOCK < logits / 10
+    assert largest[torch_nll] == logits
+    assert largest[linear_nll] <= max(CHUNK * VOCABULARY, example.hidden.numel())
 
 
 @pytest.mark.parametrize("trained", ["hidden", "weight", "bias"])
@@ -468,12 +445,9 @@ def test_a_frozen_tensor_gets_no_gradient_and_costs_no_product(trained: str, met
 
     assert results.keys() == {"loss", trained}
     assert_close(results[trained], expected[trained], **EXACT)
-    # Blockwise, backward computes the logits again.
-    logit_products = 2 * BLOCKS if method == "blockwise" else 1
-    gradient_products = BLOCKS if method == "blockwise" else 1
-    if trained == "bias":  # its gradient is a sum
-        gradient_products = 0
-    assert len(recorded.product_dtypes) == logit_products + gradient_products
+    chunks = math.ceil(example.targets.numel() / CHUNK) if method == "chunks" else 1
+    gradient_products = 0 if trained == "bias" else chunks  # that of the bias is a sum
+    assert len(recorded.product_dtypes) == chunks + gradient_products
 
 
 def test_evaluation_computes_no_gradient(method: str) -> None:
@@ -485,60 +459,53 @@ def test_evaluation_computes_no_gradient(method: str) -> None:
 
     assert not loss.requires_grad
     assert torch.equal(loss, expected["loss"])
-    assert len(recorded.product_dtypes) == (BLOCKS if method == "blockwise" else 1)
+    chunks = math.ceil(example.targets.numel() / CHUNK) if method == "chunks" else 1
+    assert len(recorded.product_dtypes) == chunks
     assert torch.ops.aten.scatter_add_ not in recorded.operations
 
 
 # --- heads on a GPU
 
 
-@pytest.mark.parametrize("method", ["in place", "in place, fused"], indirect=True)
+BFLOAT16_ON_GPU: Any = SimpleNamespace(is_cuda=True, element_size=lambda: 2, dtype=torch.bfloat16)
+
+
 @with_and_without_softcap
 @with_and_without_bias
 def test_a_padded_head_has_the_same_loss_and_gradients(
-    bias: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch, method: str
+    bias: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     example = make_example(501, bias=bias)
-    expected = loss_and_gradients(torch_nll, example, softcap)
+    cast_and_padded = loss._cast_and_padded
 
-    monkeypatch.setattr(nll_kernels, "_rows_of_products", lambda *_: 512)
-    with RecordedOperations() as recorded:
-        results = loss_and_gradients(linear_nll, example, softcap)
+    def padded(values: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return cast_and_padded(values, BFLOAT16_ON_GPU).to(hidden.dtype)
 
-    assert recorded.largest % 512 == 0
+    monkeypatch.setattr(loss, "_cast_and_padded", padded)
+    rounded = example._replace(
+        **{name: t.detach().bfloat16().double() for name, t in example.differentiable.items()}
+    ).requiring_grad()
+    expected = loss_and_gradients(torch_nll, rounded, softcap)
+    results = loss_and_gradients(linear_nll, rounded, softcap)
     assert_close(results, expected, **EXACT)
 
 
-@pytest.mark.parametrize("method", ["in place"], indirect=True)
-def test_a_gpu_pads_a_head_whose_rows_of_logits_are_not_aligned(method: str) -> None:
-    bfloat16_on_gpu: Any = SimpleNamespace(is_cuda=True, element_size=lambda: 2)
+def test_a_gpu_pads_a_head_whose_rows_of_logits_are_not_aligned() -> None:
     padded_sizes = {50_257: 50_304, 50_304: 50_304, 50_264: 50_264, 257: 384}
     for vocabulary, rows in padded_sizes.items():
-        assert nll_kernels._rows_of_products(bfloat16_on_gpu, vocabulary) == rows
-        assert nll_kernels._rows_of_products(torch.zeros(1), vocabulary) == vocabulary
+        weight = torch.ones(vocabulary, 2)
+        padded = loss._cast_and_padded(weight, BFLOAT16_ON_GPU)
+        assert padded.shape == (rows, 2)
+        assert padded.float().sum() == 2 * vocabulary
+        assert loss._cast_and_padded(weight, torch.zeros(1)) is weight
 
 
-@pytest.fixture
-def working_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the compiler work for a GPU on this machine. It returns functions as they are."""
-    real_zeros = torch.zeros
-
-    def zeros_on_cpu(*shape: int, device: str) -> torch.Tensor:
-        return real_zeros(*shape)
-
-    monkeypatch.setattr(torch, "compile", lambda function: function)
-    monkeypatch.setattr(torch, "zeros", zeros_on_cpu)
-    nll_kernels._compile_for_gpu.cache_clear()
-    yield
-    nll_kernels._compile_for_gpu.cache_clear()
-    torch.use_deterministic_algorithms(False)
+# --- the dtype of products
 
 
-@pytest.mark.usefixtures("working_compiler")
-@pytest.mark.parametrize("method", ["in place"], indirect=True)
-def test_a_deterministic_run_compiles_no_kernel_even_after_another_run(method: str) -> None:
-    for _ in range(2):
-        torch.use_deterministic_algorithms(False)
-        assert nll_kernels._compiled_kernel() is not None
-        torch.use_deterministic_algorithms(True)
-        assert nll_kernels._compiled_kernel() is None
+def test_autocast_leaves_float64_as_it_is() -> None:
+    cpu = torch.device("cpu")
+    assert matmul_dtype(cpu, torch.float32) == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert matmul_dtype(cpu, torch.float32) == torch.bfloat16
+        assert matmul_dtype(cpu, torch.float64) == torch.float64
