@@ -112,7 +112,7 @@ def judge_packed_attention(call: Call) -> None:
     documents = Documents.of(positions, on_gpu=call.on_gpu)
     inputs = _AttentionInputs.of(size, rows=size.rows)
     exact = inputs.exact(_mask_of_documents(positions))
-    for name, dtype, attend in _packed_kernels(call, documents, inputs.scale):
+    for name, dtype, attend in _packed_kernels(call, documents):
         inputs.judge(call, f"{name} over packed rows", attend, dtype=dtype, exact=exact)
 
 
@@ -172,31 +172,18 @@ def _mask_of_documents(positions: Tensor) -> Tensor:
     return is_same_document.tril()[:, None]
 
 
-def _packed_kernels(
-    call: Call, documents: Documents, scale: float
-) -> list[tuple[str, torch.dtype, Attention]]:
+def _packed_kernels(call: Call, documents: Documents) -> list[tuple[str, torch.dtype, Attention]]:
     """Return the kernels that this device has for packed rows, each with a dtype."""
     on_device = documents.to(call.device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return causal_attention(q, k, v, on_device.ready_for(q.dtype))
+
     if not call.on_gpu:
-
-        def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return causal_attention(q, k, v, on_device)
-
-        return [("blocks", torch.float32, in_blocks)]
-
-    assert documents.starts is not None
-    block_mask = attention_gpu.flex_block_mask(documents.starts.to(call.device))
-
-    def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention_gpu.attend_with_flex(q, k, v, scale=scale, block_mask=block_mask)
-
-    def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert on_device.borders is not None
-        return attention_gpu.attend_with_varlen(q, k, v, scale=scale, borders=on_device.borders)
-
-    kernels = [("flex", torch.float32, flex), ("flex", torch.bfloat16, flex)]
+        return [("blocks", torch.float32, attend)]
+    kernels: list[tuple[str, torch.dtype, Attention]] = [("a mask", torch.float32, attend)]
     if attention_gpu.can_use_varlen(torch.bfloat16):
-        kernels.append(("varlen", torch.bfloat16, varlen))
+        kernels.append(("varlen", torch.bfloat16, attend))
     else:
         call.journal.record("passes", "varlen", left_out="the package does not use it on this card")
     return kernels

@@ -10,9 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.models import attention_cpu, attention_gpu
-from llmtrain.models.attention_cpu import Block
 from llmtrain.models.documents import Documents
-from llmtrain.models.loss import matmul_dtype
 
 ATTENTION_NAME = "llmtrain"  # of the attention that :func:`register` adds to transformers
 
@@ -30,17 +28,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | Non
         documents: the documents of the rows, which do not see each other; by default each row is
             one document.
     """
-    if documents is not None and documents.starts is not None:
-        out = _attend_without_mask(q, k, v, documents, options={})
-        if out is not None:
-            return out
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=documents.mask())
-
-    if attention_cpu.is_faster_in_blocks(q, k, v):
-        rows, _, length, head_size = q.shape
-        blocks = attention_cpu.causal_blocks(rows, length)
-        return attention_cpu.attend_in_blocks(q, k, v, scale=head_size**-0.5, blocks=blocks)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    documents = documents or Documents()
+    out = _attend_without_mask(q, k, v, documents, options={})
+    if out is not None:
+        return out
+    mask = documents.mask()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
 
 @functools.cache  # once in a process is enough
@@ -110,97 +103,27 @@ def _attend_without_mask(
         documents: the documents of the rows.
         options: what the model passes to its attention.
     """
-    if options.get("dropout") or _has_window(q.shape[2], options):
+    length, head_size = q.shape[2:]
+    if options.get("dropout") or _has_window(length, options) or head_size != v.shape[-1]:
         return None
     if any(options.get(name) is not None for name in _SPECIAL_OPTIONS):
         return None
-    if q.shape[-1] != v.shape[-1]:
-        return None
-
     scale = options.get("scaling")
     if scale is None:
-        scale = q.shape[-1] ** -0.5
+        scale = head_size**-0.5
 
     if q.is_cuda:
-        return _attend_on_gpu(q, k, v, scale=scale, documents=documents)
-    if q.device.type == "cpu":
-        return _attend_on_cpu(q, k, v, scale=scale, documents=documents)
-    return None
+        borders = documents.borders
+        if borders is None or not attention_gpu.varlen_takes_head_size(head_size):
+            return None
+        return attention_gpu.attend_with_varlen(q, k, v, scale=scale, borders=borders)
 
-
-def _attend_on_gpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    documents: Documents,
-) -> Tensor | None:
-    if documents.starts is None:  # transformers' own attention needs no mask, either
+    blocks = documents.blocks
+    if documents.starts is None and attention_cpu.is_faster_in_blocks(q, k, v):
+        blocks = attention_cpu.causal_blocks(len(q), length)
+    elif torch.compiler.is_compiling():
+        # They would be compiled again for each position at which a document begins.
+        blocks = None
+    if blocks is None or q.device.type != "cpu" or length > attention_cpu.MAX_LENGTH:
         return None
-
-    # Under autocast, rotary positions make float32 of q and k.
-    dtype = matmul_dtype(v.device, v.dtype)
-    q = q.to(dtype)
-    k = k.to(dtype)
-    v = v.to(dtype)
-
-    if documents.flex_mask is not None:
-        return attention_gpu.attend_with_flex(
-            q,
-            k,
-            v,
-            scale=scale,
-            block_mask=documents.flex_mask,
-        )
-    if documents.borders is not None and attention_gpu.varlen_takes_head_size(q.shape[-1]):
-        return attention_gpu.attend_with_varlen(
-            q,
-            k,
-            v,
-            scale=scale,
-            borders=documents.borders,
-        )
-    return None
-
-
-def _attend_on_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    documents: Documents,
-) -> Tensor | None:
-    rows, heads, length, _ = q.shape
-    if length > attention_cpu.MAX_LENGTH:
-        return None
-    if documents.starts is None and not attention_cpu.is_faster_in_blocks(q, k, v):
-        return None
-    blocks = _blocks(documents, rows, length)
-    if blocks is None:
-        return None
-
-    groups = heads // k.shape[1]
-    if groups > 1:
-        k = k.repeat_interleave(groups, dim=1)
-        v = v.repeat_interleave(groups, dim=1)
-    return attention_cpu.attend_in_blocks(
-        q,
-        k,
-        v,
-        scale=scale,
-        blocks=blocks,
-        starts=documents.starts,
-    )
-
-
-def _blocks(documents: Documents, rows: int, length: int) -> list[Block] | None:
-    """Return the blocks to compute, or ``None`` if there are none that hide another answer."""
-    if documents.blocks is not None and not torch.compiler.is_compiling():
-        return documents.blocks
-
-    # The documents' own blocks would be compiled again for each position at which one begins.
-    if documents.other_answers is not None:
-        return None
-    return attention_cpu.causal_blocks(rows, length)
+    return attention_cpu.attend_in_blocks(q, k, v, scale=scale, blocks=blocks)

@@ -28,8 +28,8 @@ class Block(NamedTuple):
         rows: rows of the batch.
         queries: positions of the queries.
         keys: positions of the keys.
-        masked: bool [rows, queries, keys], true if a query must not see a key. ``None`` masks the
-            keys after each query.
+        masked: bool [rows, queries, keys], true if a query must not see an earlier key. ``None``
+            if it sees all of them.
     """
 
     rows: slice
@@ -81,7 +81,6 @@ def packed_blocks(starts: np.ndarray, other_answers: np.ndarray | None = None) -
 
     for causal in causal_blocks(*starts.shape):
         queries = causal.queries
-        query_positions = positions[queries, None]
 
         # Rounded down, so that sizes recur: PyTorch prepares a matrix product once for each size.
         first_keys = starts[:, queries.start] // _BLOCK * _BLOCK
@@ -92,9 +91,7 @@ def packed_blocks(starts: np.ndarray, other_answers: np.ndarray | None = None) -
             keys = slice(first_key, causal.keys.stop)
             key_positions = positions[keys]
 
-            is_later = key_positions > query_positions
-            is_in_earlier_document = key_positions < starts[rows, queries, None]
-            masked = is_later | is_in_earlier_document
+            masked = key_positions < starts[rows, queries, None]
             if other_answers is not None:
                 begins, ends = other_answers[:, rows, queries, None]
                 masked |= (key_positions >= begins) & (key_positions < ends)
@@ -106,32 +103,28 @@ def packed_blocks(starts: np.ndarray, other_answers: np.ndarray | None = None) -
 
 
 def attend_in_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    blocks: list[Block],
-    starts: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, blocks: list[Block]
 ) -> Tensor:
     """Return attention [B, H, T, D], one block of queries at a time.
 
     Args:
         q: queries [B, H, T, D].
-        k: keys [B, H, T, D].
-        v: values [B, H, T, D].
+        k: keys [B, G, T, D], with a head for each group of query heads.
+        v: values [B, G, T, D].
         scale: factor of the scores.
         blocks: from :func:`causal_blocks` or :func:`packed_blocks`.
-        starts: int64 [B, T], the first position that each query may see; by default 0. Blocks from
-            :func:`packed_blocks` have it in their masks already.
     """
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k = k.repeat_interleave(groups, dim=1)
+        v = v.repeat_interleave(groups, dim=1)
     # PyTorch's own attention casts in the same way.
     q = q.to(matmul_dtype(q.device, q.dtype))
     k = k.to(matmul_dtype(k.device, k.dtype))
     v = v.to(matmul_dtype(v.device, v.dtype))
 
     with torch.autocast("cpu", enabled=False):  # autocast would round the scores
-        out: Tensor = _BlockwiseAttention.apply(q, k, v, scale, blocks, starts)  # type: ignore[no-untyped-call]
+        out: Tensor = _BlockwiseAttention.apply(q, k, v, scale, blocks)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -148,44 +141,34 @@ class _BlockwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        blocks: list[Block],
-        starts: Tensor | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, blocks: list[Block]
     ) -> Tensor:
         shape = q.shape
-        _, heads, length, head_size = shape
-        q = q.reshape(-1, length, head_size)
-        k = k.reshape(-1, length, head_size)
-        v = v.reshape(-1, length, head_size)
+        heads = shape[1]
+        q = q.flatten(0, 1)
+        k = k.flatten(0, 1)
+        v = v.flatten(0, 1)
 
         out = torch.empty_like(q)
         probabilities: list[Tensor] = []
         is_later = torch.ones(_BLOCK, _BLOCK, dtype=torch.bool, device=q.device).triu(1)
-        positions = torch.arange(length, device=q.device)
 
         # Scores are computed in float32 (or float64), because bfloat16 would round them.
-        wide_q = _widened(q) * scale
-        wide_k = _widened(k)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        wide_q = q.to(wide) * scale
+        wide_k = k.to(wide)
 
         for block in blocks:
             flat_rows = _flat_rows(block, heads)
             keys_transposed = wide_k[flat_rows, block.keys].transpose(1, 2)
             scores = torch.bmm(wide_q[flat_rows, block.queries], keys_transposed)
 
-            masked = block.masked
-            if masked is None:
-                count = block.queries.stop - block.queries.start
-                scores[:, :, -count:].masked_fill_(is_later[:count, :count], float("-inf"))
-                if starts is not None:
-                    masked = positions[block.keys] < starts[block.rows, block.queries, None]
-            if masked is not None:
+            count = block.queries.stop - block.queries.start
+            scores[:, :, -count:].masked_fill_(is_later[:count, :count], float("-inf"))
+            if block.masked is not None:
                 # All heads of a row share its mask.
                 scores_by_head = scores.view(-1, heads, *scores.shape[1:])
-                scores_by_head.masked_fill_(masked[:, None], float("-inf"))
+                scores_by_head.masked_fill_(block.masked[:, None], float("-inf"))
 
             probabilities.append(scores.softmax(-1).to(q.dtype))
             out[flat_rows, block.queries] = torch.bmm(probabilities[-1], v[flat_rows, block.keys])
@@ -202,10 +185,9 @@ class _BlockwiseAttention(torch.autograd.Function):
         q, k, v, *probabilities = ctx.saved_tensors
         shape = grad.shape
         grad = grad.reshape(q.shape)
-
         grad_q = torch.empty_like(q)
-        grad_k: Tensor | None = None
-        grad_v: Tensor | None = None
+        grad_k = torch.zeros_like(k)
+        grad_v = torch.zeros_like(v)
 
         for block, p in reversed(list(zip(ctx.blocks, probabilities, strict=True))):
             flat_rows = _flat_rows(block, ctx.heads)
@@ -217,27 +199,10 @@ class _BlockwiseAttention(torch.autograd.Function):
             grad_p = torch.bmm(block_grad, block_v.transpose(1, 2))
             grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype).mul_(ctx.scale)
             grad_q[flat_rows, block.queries] = torch.bmm(grad_scores, block_k)
-            block_grad_k = torch.bmm(grad_scores.transpose(1, 2), block_q)
-            block_grad_v = torch.bmm(p.transpose(1, 2), block_grad)
+            grad_k[flat_rows, block.keys] += torch.bmm(grad_scores.transpose(1, 2), block_q)
+            grad_v[flat_rows, block.keys] += torch.bmm(p.transpose(1, 2), block_grad)
 
-            if grad_k is None or grad_v is None:
-                # The last block comes first. If it meets all keys, the sums start as its gradients.
-                if block_grad_k.shape == k.shape:
-                    grad_k = block_grad_k
-                    grad_v = block_grad_v
-                    continue
-                grad_k = torch.zeros_like(k)
-                grad_v = torch.zeros_like(v)
-            grad_k[flat_rows, block.keys] += block_grad_k
-            grad_v[flat_rows, block.keys] += block_grad_v
-
-        assert grad_k is not None
-        assert grad_v is not None
-        return grad_q.view(shape), grad_k.view(shape), grad_v.view(shape), None, None, None
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+        return grad_q.view(shape), grad_k.view(shape), grad_v.view(shape), None, None
 
 
 def _flat_rows(block: Block, heads: int) -> slice:

@@ -1,18 +1,19 @@
-"""Attention over packed rows on a GPU: PyTorch's kernels that need no mask in memory.
+"""Attention over packed rows on a GPU: PyTorch's varlen kernel, which needs no mask in memory.
 
-The varlen kernel takes sequences of many lengths, laid end to end. It is the fastest, but knows
-only 16 bits and documents that are contiguous. Flex attention computes the rest.
+It takes sequences of many lengths, laid end to end. It knows only 16 bits and documents that are
+contiguous. PyTorch's own attention with a mask computes the rest.
 """
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+
+from llmtrain.models.loss import matmul_dtype
 
 _MAX_HEAD_SIZE = 256  # of the varlen kernel
 _VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.13
@@ -84,6 +85,8 @@ def attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, *, scale: float, borders
         scale: factor of the scores.
         borders: int32 [N], where each document begins when rows are laid end to end, and the end.
     """
+    # Under autocast, rotary positions make float32 of q and k.
+    dtype = matmul_dtype(v.device, v.dtype)
     rows, heads, length, _ = q.shape
     groups = heads // k.shape[1]
 
@@ -95,9 +98,9 @@ def attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, *, scale: float, borders
         v = v.repeat_interleave(groups, dim=1)
 
     out: Tensor = varlen_attn(  # type: ignore[assignment]
-        _end_to_end(q),
-        _end_to_end(k),
-        _end_to_end(v),
+        _end_to_end(q.to(dtype)),
+        _end_to_end(k.to(dtype)),
+        _end_to_end(v.to(dtype)),
         cu_seq_q=borders,
         cu_seq_k=borders,
         max_q=length,
@@ -112,62 +115,3 @@ def attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, *, scale: float, borders
 def _end_to_end(tensor: Tensor) -> Tensor:
     """Lay rows end to end: [B, H, T, D] -> [B * T, H, D]."""
     return tensor.transpose(1, 2).flatten(0, 1)
-
-
-def flex_block_mask(starts: Tensor, other_answers: Tensor | None = None) -> Any:
-    """Return the block mask for :func:`attend_with_flex`.
-
-    Args:
-        starts: int64 [B, T], see :class:`llmtrain.models.documents.Documents`.
-        other_answers: int64 [2, B, T], see there.
-    """
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def is_visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        visible = (key >= starts[row, query]) & (key <= query)
-        if other_answers is None:
-            return visible
-        is_before = key < other_answers[0, row, query]
-        is_after = key >= other_answers[1, row, query]
-        return visible & (is_before | is_after)
-
-    rows, length = starts.shape
-    return create_block_mask(
-        is_visible,
-        B=rows,
-        H=None,
-        Q_LEN=length,
-        KV_LEN=length,
-        device=starts.device,
-        _compile=starts.is_cuda,
-    )
-
-
-def attend_with_flex(q: Tensor, k: Tensor, v: Tensor, *, scale: float, block_mask: Any) -> Tensor:
-    """Return attention [B, H, T, D] to the keys that a block mask of :func:`flex_block_mask` shows.
-
-    Args:
-        q: queries [B, H, T, D].
-        k: keys [B, G, T, D], with a head for each group of query heads.
-        v: values [B, G, T, D].
-        scale: factor of the scores.
-        block_mask: the keys that each query sees.
-    """
-    flex_attention = _flex_attention(is_compiled=q.is_cuda)
-    out: Tensor = flex_attention(
-        q,
-        k,
-        v,
-        block_mask=block_mask,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out
-
-
-@functools.cache
-def _flex_attention(is_compiled: bool) -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    function = torch.compile(flex_attention) if is_compiled else flex_attention
-    return cast("Callable[..., Any]", function)

@@ -32,7 +32,6 @@ class Documents:
         borders: int32 [N], where each document begins when rows are laid end to end, and the end.
             The end may be repeated.
         blocks: the blocks of queries that attention on a CPU computes.
-        flex_mask: the block mask of flex attention, if a GPU uses it. :meth:`ready_for` adds it.
     """
 
     starts: Tensor | None = None
@@ -40,7 +39,6 @@ class Documents:
     positions: Tensor | None = None
     borders: Tensor | None = None
     blocks: list[Block] | None = None
-    flex_mask: Any = None
 
     @classmethod
     def of(
@@ -61,38 +59,25 @@ class Documents:
         # numpy stays on the calling thread. torch would start threads, which compete with training.
         positions = position_ids.numpy()
         is_begin = np.diff(positions, prepend=positions[:, :1] - 2) != 1
+        if answers is not None:
+            codes = answers.numpy()
+            is_begin |= np.diff(codes, prepend=codes[:, :1] - 1) != 0
+            return cls._of_pairs(position_ids, is_begin, pairs=pair_of(codes), on_gpu=on_gpu)
 
-        if answers is None:
-            return cls._of_documents(is_begin, on_gpu)
-
-        codes = answers.numpy()
-        is_begin |= np.diff(codes, prepend=codes[:, :1] - 1) != 0
-        return cls._of_pairs(position_ids, is_begin, pairs=pair_of(codes), on_gpu=on_gpu)
-
-    @classmethod
-    def _of_documents(cls, is_begin: np.ndarray, on_gpu: bool) -> "Documents":
         starts = _latest(is_begin)
-
-        borders = np.flatnonzero(is_begin)
-        count = len(borders) + 1
+        borders = np.append(np.flatnonzero(is_begin), is_begin.size).astype(np.int32)
         if on_gpu:
-            count = padded_size(count)
-        end = is_begin.size
-        borders = np.pad(borders, (0, count - len(borders)), constant_values=end)
-
+            padding = padded_size(len(borders)) - len(borders)
+            borders = np.pad(borders, (0, padding), mode="edge")
         return cls(
             starts=torch.from_numpy(starts),
-            borders=torch.from_numpy(borders.astype(np.int32)),
+            borders=torch.from_numpy(borders),
             blocks=None if on_gpu else attention_cpu.packed_blocks(starts),
         )
 
     @classmethod
     def _of_pairs(
-        cls,
-        position_ids: Tensor,
-        is_begin: np.ndarray,
-        pairs: np.ndarray,
-        on_gpu: bool,
+        cls, position_ids: Tensor, is_begin: np.ndarray, pairs: np.ndarray, on_gpu: bool
     ) -> "Documents":
         starts = _latest(np.diff(pairs, prepend=pairs[:, :1] - 1) != 0)
 
@@ -200,22 +185,17 @@ class Documents:
         return is_begin.cumsum(1, dtype=torch.int32) - 1
 
     def ready_for(self, dtype: torch.dtype) -> "Documents":
-        """Return the documents with all that attention in ``dtype`` takes on their device.
+        """Return the documents with borders only if attention in ``dtype`` takes them on a GPU.
 
         Call it outside compiled code.
         """
-        if self.borders is not None and self.borders.is_cuda:
-            # Their number differs between micro-batches.
-            torch._dynamo.maybe_mark_dynamic(self.borders, 0)
-
-        if self.starts is None or not self.starts.is_cuda:
+        if self.borders is None or not self.borders.is_cuda:
             return self
-        if self.other_answers is None and attention_gpu.can_use_varlen(dtype):
-            return self
-        return replace(
-            self,
-            flex_mask=attention_gpu.flex_block_mask(self.starts, self.other_answers),
-        )
+        if not attention_gpu.can_use_varlen(dtype):
+            return replace(self, borders=None)
+        # Their number differs between micro-batches.
+        torch._dynamo.maybe_mark_dynamic(self.borders, 0)
+        return self
 
 
 def _latest(is_begin: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Attention in blocks, with flex attention and with kernels for packed rows computes PyTorch's."""
+"""Attention in blocks and with the kernel for packed rows computes PyTorch's."""
 
 import inspect
 from collections.abc import Callable
@@ -231,26 +231,6 @@ def graph_of(tensor: torch.Tensor) -> list[str]:
         inputs = function.next_functions
         function = inputs[0][0] if inputs else None
     return names
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("heads", [1, HEADS], ids=["grouped heads", "a key for each head"])
-def test_flex_attention_computes_the_same_as_a_mask(heads: int) -> None:
-    """Forward only: flex attention has no backward on a CPU."""
-    inputs = Inputs.random(200, torch.float32)
-    key = inputs.key[:, :heads]
-    value = inputs.value[:, :heads]
-    documents = Documents.of(PACKED["four documents"])
-    block_mask = attention_gpu.flex_block_mask(documents.starts)
-
-    output = attention_gpu.attend_with_flex(
-        inputs.query, key, value, scale=0.2, block_mask=block_mask
-    )
-
-    expected = F.scaled_dot_product_attention(
-        inputs.query, key, value, attn_mask=documents.mask(), scale=0.2, enable_gqa=True
-    )
-    assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_keys_that_no_query_of_a_block_sees_are_left_out() -> None:
