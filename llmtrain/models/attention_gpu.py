@@ -6,6 +6,7 @@ contiguous. PyTorch's own attention with a mask computes the rest.
 
 import functools
 import inspect
+import itertools
 from typing import Any
 
 import torch
@@ -36,43 +37,32 @@ def varlen_takes_head_size(head_size: int) -> bool:
 
 @torch.no_grad()
 def _varlen_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
-    """Try the varlen kernel on two rows of several documents.
+    """Try the varlen kernel on a row of several documents.
 
     Versions of PyTorch differ in its arguments, and in the results for the same arguments.
     """
-    rows = 2
-    length = 48
-    lengths = torch.tensor([20, 20, 8, 31, 17])  # three documents in the first row, then two
-    ends = lengths.cumsum(0).tolist()
-    padding = [rows * length] * 58  # in training, too, the last border is repeated
-    borders = torch.tensor([0, *ends, *padding], dtype=torch.int32, device=device)
-
-    document = torch.arange(len(lengths)).repeat_interleave(lengths).view(rows, length)
-    is_same_document = document[:, :, None] == document[:, None]
-    is_causal = torch.ones(length, length, dtype=torch.bool).tril()
-    mask = (is_same_document & is_causal)[:, None].to(device)  # [B, 1, T, T]
-
-    count = 2.0 * 8 * 48 * 64
-    values = torch.arange(count, device=device).mul(7).sin().to(dtype).view(rows, 8, length, 64)
-    q = values[:, :4]
-    k = values[:, 4:6]
-    v = values[:, 6:]
-    scale = 0.125
-
+    length = 96
+    borders = [0, 20, 40, 48, length]
+    padding = [length] * 59  # in training, too, the last border is repeated
+    padded_borders = torch.tensor([*borders, *padding], dtype=torch.int32, device=device)
+    values = torch.arange(8.0 * length * 64, device=device).mul(7).sin().to(dtype)
+    q, k, v = values.view(1, 8, length, 64).split([4, 2, 2], dim=1)
     try:
-        out = attend_with_varlen(q, k, v, scale=scale, borders=borders)
+        out = attend_with_varlen(q, k, v, scale=0.125, borders=padded_borders)
     except (RuntimeError, TypeError, ValueError):
         return False
 
-    expected = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        scale=scale,
-        enable_gqa=True,
-    )
-    return torch.allclose(out, expected, rtol=0.02, atol=0.02)
+    for begin, end in itertools.pairwise(borders):
+        expected = F.scaled_dot_product_attention(
+            q[:, :, begin:end],
+            k[:, :, begin:end],
+            v[:, :, begin:end],
+            is_causal=True,
+            enable_gqa=True,
+        )
+        if not torch.allclose(out[:, :, begin:end], expected, rtol=0.02, atol=0.02):
+            return False
+    return True
 
 
 def attend_with_varlen(q: Tensor, k: Tensor, v: Tensor, *, scale: float, borders: Tensor) -> Tensor:
