@@ -39,7 +39,7 @@ from benchmarks.runs import (
 from llmtrain import DataConfig, GPTConfig, OptimConfig, make_optimizer, tokenize
 from llmtrain.data.packing import as_matrices
 from llmtrain.launching.process import launch
-from llmtrain.models.gpt_family import build_gpt
+from llmtrain.models.lfm2 import build_gpt
 
 STEPS = 60
 BATCH = 32

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.models.config import GPTConfig as GPTConfig
     from llmtrain.models.config import ModelConfig as ModelConfig
     from llmtrain.models.gpt import GPT as GPT
-    from llmtrain.models.gpt_family import build_gpt as build_gpt
+    from llmtrain.models.lfm2 import build_gpt as build_gpt
     from llmtrain.models.lora_config import LoraConfig as LoraConfig
     from llmtrain.models.loss import summed_nll as summed_nll
     from llmtrain.models.preference import Answers as Answers
@@ -79,7 +79,7 @@ _MODULES = {
     "GPTConfig": "llmtrain.models.config",
     "ModelConfig": "llmtrain.models.config",
     "GPT": "llmtrain.models.gpt",
-    "build_gpt": "llmtrain.models.gpt_family",
+    "build_gpt": "llmtrain.models.lfm2",
     "LoraConfig": "llmtrain.models.lora_config",
     "summed_nll": "llmtrain.models.loss",
     "Answers": "llmtrain.models.preference",

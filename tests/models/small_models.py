@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import llmtrain as lt
 from llmtrain.data import tokenizer as tok
 from llmtrain.models.causal_lm import make_causal_lm
-from llmtrain.models.gpt_family import build_gpt
+from llmtrain.models.lfm2 import build_gpt
 from llmtrain.models.probe import probe
 from llmtrain.record.saver import write_model
 

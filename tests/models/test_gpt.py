@@ -18,8 +18,7 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED, count_targets
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT, KeyedDropout, Projection, keys_at
-from llmtrain.models.gpt_family import build_gpt
-from llmtrain.models.lfm2 import _GatedConvolution, _RMSNorm, rotation
+from llmtrain.models.lfm2 import _GatedConvolution, _RMSNorm, build_gpt, rotation
 from llmtrain.models.loss import summed_nll
 from llmtrain.record.saver import write_model
 from tests.models.small_models import byte_tokenizer, perturbed

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED, Batch
-from llmtrain.models.gpt_family import build_gpt
+from llmtrain.models.lfm2 import build_gpt
 from llmtrain.training import compiling
 from tests.engines import engine_of, split
 from tests.models.small_models import byte_tokenizer, gradients_of

@@ -32,7 +32,7 @@ from llmtrain.data import tokenizer as tok
 from llmtrain.interfaces.batches import IGNORED, Batch
 from llmtrain.interfaces.model_bundle import ModelFormat
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.models.gpt_family import build_gpt
+from llmtrain.models.lfm2 import build_gpt
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.blocks import HasEmbeddings
 from llmtrain.parallel.config import ParallelConfig

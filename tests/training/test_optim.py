@@ -19,7 +19,7 @@ import llmtrain.training.optim as optim_module
 from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
-from llmtrain.models.gpt_family import build_gpt
+from llmtrain.models.lfm2 import build_gpt
 from llmtrain.training.muon import Muon
 from llmtrain.training.optim import (
     decayed_parameters,
