@@ -147,7 +147,6 @@ class Documents:
             distance: how many tokens earlier, in the same document. The tokens before a second
                 answer are those of its prompt.
         """
-        assert self.starts is not None
         length = x.shape[1]
         indices = torch.arange(length, device=x.device) - distance
 
@@ -161,6 +160,8 @@ class Documents:
             flat_indices = (indices.clamp(min=0) + first_of_row).flatten()
             shifted = x.flatten(0, 1).index_select(0, flat_indices).view_as(x)
 
+        if self.starts is None:
+            return shifted
         exists = indices >= self.starts
         return torch.where(exists[..., None], shifted, 0)
 

@@ -14,12 +14,9 @@ other differences from GPT-2:
 Shapes: B rows, T positions, C = n_embd, H heads, D = C / H, K = 3 taps of a filter, V vocabulary.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
@@ -28,6 +25,7 @@ from llmtrain.models.config import GPTConfig
 from llmtrain.models.documents import Documents
 from llmtrain.models.gpt import GPT, KeyedDropout, Stack, keys_at
 from llmtrain.models.loss import matmul_dtype
+from llmtrain.models.short_convolution import convolve
 
 _EPS = 1e-5
 _THETA = 10_000.0
@@ -36,9 +34,6 @@ _TAPS = 3
 _INIT_STD = 0.02
 # Standard deviations of the initial weights of modules that do not use _INIT_STD.
 _SPECIAL_INIT_STDS = {"embed_tokens": 0.1, "conv": 0.5}
-
-
-# --- functions with their own backward pass
 
 
 def rotation(positions: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -58,148 +53,16 @@ def rotation(positions: int, size: int, device: torch.device) -> tuple[Tensor, T
     return angles.cos()[:, None], angles.sin()[:, None]
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Rotate each pair of dimensions (i, i + D / 2) of x [B, T, H, D], or rotate them back."""
-    sign = -1 if inverse else 1
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair of dimensions (i, i + D / 2) of x [B, T, H, D]."""
     first, second = x.chunk(2, dim=-1)
-    new_first = (first * cos).addcmul_(second, sin, value=-sign)
-    new_second = (second * cos).addcmul_(first, sin, value=sign)
+    new_first = torch.addcmul(first * cos, second, sin, value=-1)
+    new_second = torch.addcmul(second * cos, first, sin)
     return torch.cat([new_first, new_second], dim=-1)
 
 
-class _RMSNorm(torch.autograd.Function):
-    """RMSNorm times a weight, followed by a rotation if there are angles.
-
-    Autograd would save six more tensors, and pass over them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, *angles: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
-        scale = (mean_square + _EPS).rsqrt()
-        ctx.save_for_backward(wide, scale, weight, *angles)
-        ctx.dtype = x.dtype
-
-        y: Tensor = (wide * scale).mul_(weight)
-        if angles:
-            y = _rotate(y, *angles)
-        return y.to(matmul_dtype(x.device, x.dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
-        wide, scale, weight, *angles = ctx.saved_tensors
-        incoming = incoming.to(wide.dtype)
-        if angles:
-            incoming = _rotate(incoming, *angles, inverse=True)
-
-        # LayerNorm's backward pass with a mean of zero computes this in one pass over memory. It
-        # also subtracts the mean of the gradient, which is added again below.
-        grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            incoming,
-            wide,
-            [len(weight)],
-            torch.zeros_like(scale),
-            scale,
-            weight.to(wide.dtype),
-            None,
-            [True, True, False],
-        )
-        grad_x += (incoming @ (weight.to(wide.dtype) / len(weight)))[..., None] * scale
-
-        no_grads = [None for _ in angles]
-        return grad_x.to(ctx.dtype), grad_weight.to(weight.dtype), *no_grads
-
-
-class _GatedConvolution(torch.autograd.Function):
-    """A causal convolution between two gates.
-
-    It saves only its input, and computes in float32 or wider.
-
-    Args:
-        x: the two gates and the values [B, T, 3 C].
-        taps: the filter of each channel [C, K].
-        starts: int64 [B, T], the index in the row at which the document of each position begins.
-            The filter does not reach beyond it. ``None`` if each row is one document.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, taps: Tensor, starts: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, taps, starts)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        gate_before, gate_after, values = wide.chunk(3, dim=-1)
-        return (gate_after * _convolve(gate_before * values, taps, starts)).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, taps, starts = ctx.saved_tensors
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        gate_before, gate_after, values = wide.chunk(3, dim=-1)
-        gated = gate_before * values
-        incoming = incoming.to(gate_before.dtype)
-
-        grad_gate_after = incoming * _convolve(gated, taps, starts)
-        incoming = incoming * gate_after
-
-        grad_gated = torch.zeros_like(gated)
-        grad_taps = torch.empty_like(taps, dtype=gated.dtype)
-        shifts = _shifts(length=x.shape[1], taps=taps.shape[1])
-        for tap, grad_tap, (outputs, inputs) in zip(taps.T, grad_taps.T, shifts, strict=True):
-            grad_outputs = _inside_documents(incoming[:, outputs], starts, outputs, inputs)
-            grad_tap.copy_((grad_outputs * gated[:, inputs]).flatten(0, 1).sum(0))
-            grad_gated[:, inputs].addcmul_(grad_outputs, tap)
-
-        grad_x = torch.cat([grad_gated * values, grad_gate_after, grad_gated * gate_before], dim=-1)
-        return grad_x.to(x.dtype), grad_taps.to(taps.dtype), None
-
-
-def _convolve(x: Tensor, taps: Tensor, starts: Tensor | None) -> Tensor:
-    """Return the causal convolution of each channel of x [B, T, C] with its taps [C, K].
-
-    If there are ``starts``, it does not reach over the border between two documents.
-    """
-    y = torch.zeros_like(x)
-    shifts = _shifts(length=x.shape[1], taps=taps.shape[1])
-    for tap, (outputs, inputs) in zip(taps.T, shifts, strict=True):
-        y[:, outputs].addcmul_(_inside_documents(x[:, inputs], starts, outputs, inputs), tap)
-    return y
-
-
-def _inside_documents(
-    values: Tensor, starts: Tensor | None, outputs: slice, inputs: slice
-) -> Tensor:
-    """Set values to zero if a tap would multiply them across the border of a document.
-
-    Args:
-        values: [B, N, C], a value for each pair of an output position and an input position.
-        starts: int64 [B, T], the index in the row at which the document of each position begins.
-        outputs: the N output positions.
-        inputs: the N input positions.
-    """
-    if starts is None:
-        return values
-    positions = torch.arange(starts.shape[1], device=starts.device)
-    is_outside = positions[inputs] < starts[:, outputs]
-    return values.masked_fill(is_outside[..., None], 0)
-
-
-def _shifts(length: int, taps: int) -> list[tuple[slice, slice]]:
-    """Return for each tap its output positions, and the earlier input positions it multiplies."""
-    shifts = []
-    for distance in reversed(range(taps)):
-        outputs = slice(distance, None)
-        inputs = slice(max(length - distance, 0))
-        shifts.append((outputs, inputs))
-    return shifts
-
-
-# --- modules
-
-
 class Norm(nn.Module):
-    """RMSNorm over the last dimension.
+    """RMSNorm over the last dimension, computed in float32 or wider.
 
     If ``forward`` gets the cosines and sines of :func:`rotation`, it also rotates heads
     [B, T, H, D]. The result has the dtype of the matrix products that take it.
@@ -210,8 +73,13 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor, *angles: Tensor) -> Tensor:
-        y: Tensor = _RMSNorm.apply(x, self.weight, *angles)  # type: ignore[no-untyped-call]
-        return y
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        # On a CPU this takes less time than the mean of squares, and than torch's RMSNorm.
+        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
+        y = wide * (mean_square + _EPS).rsqrt() * self.weight
+        if angles:
+            y = _rotate(y, *angles)
+        return y.to(matmul_dtype(x.device, x.dtype))
 
 
 class ShortConv(nn.Module):
@@ -228,10 +96,14 @@ class ShortConv(nn.Module):
     def forward(self, x: Tensor, documents: Documents | None) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
         x = self.in_proj(x)
-        taps = self.conv.weight.flatten(1).to(x.dtype)
-        starts = None if documents is None else documents.starts
-        y: Tensor = _GatedConvolution.apply(x, taps, starts)  # type: ignore[no-untyped-call]
-        x = self.out_proj(y)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        gate_before, gate_after, values = wide.chunk(3, dim=-1)
+        y = convolve(
+            gate_before * values,
+            weight=self.conv.weight.flatten(1),
+            documents=documents or Documents(),
+        )
+        x = self.out_proj((gate_after * y).to(x.dtype))
         return x
 
 

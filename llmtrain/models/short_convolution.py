@@ -52,7 +52,7 @@ class ShortConvolution(nn.Module):
         caches = (options.get("past_key_values"), options.get("cache"))
         assert caches == (None, None), "packed rows are computed without a cache"
         gate_before, gate_after, values = self.in_proj(hidden_states).chunk(3, dim=-1)
-        convolved = _convolve(
+        convolved = convolve(
             gate_before * values,
             weight=self.conv.weight.squeeze(1),
             bias=self.conv.bias,
@@ -77,20 +77,22 @@ def keep_documents_apart(model: nn.Module) -> bool:
     return has_short_convolutions
 
 
-def _convolve(x: Tensor, *, weight: Tensor, bias: Tensor | None, documents: Documents) -> Tensor:
+def convolve(
+    x: Tensor, *, weight: Tensor, documents: Documents, bias: Tensor | None = None
+) -> Tensor:
     """Return the causal convolution of each channel, inside each document.
 
     Args:
         x: [B, T, C].
         weight: [C, K]. The last column belongs to the position itself.
-        bias: [C].
         documents: the documents of the rows.
+        bias: [C].
     """
     # Like a convolution, round to half precision only once.
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     total = x * weight[:, -1]
     for distance in range(1, weight.shape[1]):
-        total = total + documents.preceding(x, distance) * weight[:, -1 - distance]
+        total = torch.addcmul(total, documents.preceding(x, distance), weight[:, -1 - distance])
     if bias is not None:
         total = total + bias
     return total.to(x.dtype)

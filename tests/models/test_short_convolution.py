@@ -142,13 +142,13 @@ def test_rows_of_one_document_have_the_bits_of_transformers() -> None:
 
 def test_a_convolution_that_ignores_borders_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not leaks(trainable_model())
-    convolve = short_convolution._convolve
+    convolve = short_convolution.convolve
 
     def convolve_whole_rows(x: Tensor, *, documents: Documents, **options: Any) -> Tensor:
         one_document = Documents(starts=torch.zeros_like(documents.starts))  # type: ignore[arg-type]
         return convolve(x, documents=one_document, **options)
 
-    monkeypatch.setattr(short_convolution, "_convolve", convolve_whole_rows)
+    monkeypatch.setattr(short_convolution, "convolve", convolve_whole_rows)
     assert leaks(trainable_model())
 
 
