@@ -8,6 +8,7 @@ Shapes: B rows, T positions, C = n_embd, H heads, D = C / H, V vocabulary.
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -206,19 +207,12 @@ class Stack(nn.Module):
         """
         for index, block in enumerate(blocks):
             block_keys = keys_at(keys, 2 * index + 1)
+            compute = block
             is_recomputed = self.recompute_every > 0 and index % self.recompute_every == 0
             if is_recomputed and self.training:
                 # Dropout depends on its keys only, so no state of a generator has to be restored.
-                x = checkpoint(
-                    block,
-                    x,
-                    block_keys,
-                    *extra,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-            else:
-                x = block(x, block_keys, *extra)
+                compute = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+            x = compute(x, block_keys, *extra)
         return x
 
 
@@ -282,11 +276,6 @@ class GPT(TrainableModel):
             every: n: blocks 0, n, 2n, ... do; 0: no block does.
         """
         self.base_model.recompute_every = every
-
-    @property
-    def num_lookup_weights(self) -> int:
-        """The number of weights that are only looked up, and are in no matrix product."""
-        return self.transformer.wpe.weight.numel()
 
     @property
     def num_attention_layers(self) -> int:
@@ -382,12 +371,12 @@ class GPT(TrainableModel):
         input_ids: Tensor,
         dropout_keys: Tensor | None = None,
         position_ids: Tensor | None = None,
-        documents: Documents | None = None,
         **other_columns: object,
     ) -> Tensor:
         """Return logits [B, T, V] for ``input_ids`` [B, T].
 
-        ``documents`` are those of the first T - 1 positions, so they are found again here.
+        The documents among the columns are those of the first T - 1 positions, so they are found
+        again here.
         """
         documents = None
         if position_ids is not None:
@@ -430,7 +419,11 @@ class GPT(TrainableModel):
         (Chowdhery et al. 2022, appendix B).
         """
         config = self.config
-        weights = sum(p.numel() for p in self.parameters()) - self.num_lookup_weights
+        weights = sum(p.numel() for p in self.parameters())
+        for module in self.modules():
+            # An embedding multiplies nothing, unless it is the head as well.
+            if isinstance(module, nn.Embedding) and module.weight is not self.head:
+                weights -= module.weight.numel()
         attention = self.num_attention_layers * config.n_embd * config.block_size
         return 6 * weights + 12 * attention
 

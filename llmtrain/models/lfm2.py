@@ -252,10 +252,6 @@ class LFM2(GPT):
         return self.lm_head.weight
 
     @property
-    def num_lookup_weights(self) -> int:
-        return self.model.embed_tokens.weight.numel()
-
-    @property
     def num_attention_layers(self) -> int:
         return len(attention_layers(self.config))
 
