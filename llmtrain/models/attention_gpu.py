@@ -46,7 +46,7 @@ def _varlen_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
     padding = [length] * 59  # in training, too, the last border is repeated
     padded_borders = torch.tensor([*borders, *padding], dtype=torch.int32, device=device)
     values = torch.arange(8.0 * length * 64, device=device).mul(7).sin().to(dtype)
-    q, k, v = values.view(1, 8, length, 64).split([4, 2, 2], dim=1)
+    q, k, v = torch.split(values.view(1, 8, length, 64), [4, 2, 2], dim=1)
     try:
         out = attend_with_varlen(q, k, v, scale=0.125, borders=padded_borders)
     except (RuntimeError, TypeError, ValueError):

@@ -7,7 +7,7 @@ Shapes: B rows, T positions, C = n_embd, H heads, D = C / H, V vocabulary.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -207,7 +207,7 @@ class Stack(nn.Module):
         """
         for index, block in enumerate(blocks):
             block_keys = keys_at(keys, 2 * index + 1)
-            compute = block
+            compute: Callable[..., Tensor] = block
             is_recomputed = self.recompute_every > 0 and index % self.recompute_every == 0
             if is_recomputed and self.training:
                 # Dropout depends on its keys only, so no state of a generator has to be restored.

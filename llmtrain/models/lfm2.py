@@ -76,7 +76,7 @@ class Norm(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # On a CPU this takes less time than the mean of squares, and than torch's RMSNorm.
         mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1]
-        y = wide * (mean_square + _EPS).rsqrt() * self.weight
+        y: Tensor = wide * (mean_square + _EPS).rsqrt() * self.weight
         if angles:
             y = _rotate(y, *angles)
         return y.to(matmul_dtype(x.device, x.dtype))
