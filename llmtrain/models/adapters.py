@@ -65,7 +65,7 @@ def merged_model(adapter: Path) -> str:
             "again: train the adapter itself with --continue_adapter, or write the rounded model "
             f"with llmtrain export {adapter} --merge, and name that."
         )
-    target = merged_folder(adapter)
+    target = folder_beside(adapter, "merged")
 
     def merge() -> str:
         with file_lock(target.with_name(f".lock-{target.name}")):
@@ -112,11 +112,6 @@ def write_outline(adapter: Path, folder: Path) -> str:
     for weights in base.glob("*.safetensors*"):  # with the index of several files
         (folder / weights.name).symlink_to(weights.resolve())
     return str(folder)
-
-
-def merged_folder(adapter: Path) -> Path:
-    """Return where to write the merged model of an adapter."""
-    return folder_beside(adapter, "merged")
 
 
 def _merged_from(adapter: Path, dtype: str) -> JsonObject:
@@ -177,11 +172,7 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         generation=read_object(adapter / "generation_config.json"),
         architecture=architecture,
         base_tensors=stored_base_tensors(
-            architecture,
-            [],
-            base,
-            origin_of(base, revision),
-            is_reward_model=is_reward_model,
+            architecture, [], base, origin_of(base, revision), is_reward_model=is_reward_model
         ),
         base_dtypes=stored_dtypes(base_folder),
     ).finished(dtype)
@@ -352,8 +343,7 @@ def _load_adapter(model: "PreTrainedModel", adapter: Path, is_trained: bool) -> 
         tensors = load_file(adapter / ADAPTER_WEIGHTS)
         result: Any = peft.set_peft_model_state_dict(adapted, tensors)
 
-    missing_names = {*names}.intersection(result.missing_keys)
-    mismatched = sorted(missing_names.union(result.unexpected_keys))
+    mismatched = sorted({*names}.intersection(result.missing_keys).union(result.unexpected_keys))
     if mismatched:
         base, _ = base_of(adapter)
         raise UserError(

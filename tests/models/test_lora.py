@@ -23,7 +23,8 @@ from transformers import (
 import llmtrain as lt
 from llmtrain.data.tokenizer import set_template
 from llmtrain.errors import UserError
-from llmtrain.models.adapters import merged_folder, merged_model, write_merged
+from llmtrain.model_folders import folder_beside
+from llmtrain.models.adapters import merged_model, write_merged
 from llmtrain.models.export import how_to_load
 from llmtrain.models.generation import TextModel
 from llmtrain.parallel.shards import fill
@@ -35,7 +36,7 @@ from tests.launching import FINETUNE, ROOT
 from tests.models.small_models import byte_tokenizer, export_model, gradients_of
 
 # Each keeps the weights of its experts in one parameter of three dimensions.
-FUSED_EXPERTS = ["mixtral", "gpt_oss", "deepseek_v3"]
+FUSED_EXPERTS = ["mixtral", "gpt_oss", "llama4_text", "deepseek_v3"]
 SEVEN_PRODUCTS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 # The base knows 257 tokens, and a chat template adds two.
@@ -291,16 +292,18 @@ def test_usual_target_names_reach_the_fused_products_of_experts(adapt, family, t
     assert len(trained_parameters(model)) == 2 * products, "A and B of each product"
 
 
-def test_modules_to_save_are_float32_beside_a_bfloat16_base(bases, load):
+def test_modules_to_save_are_float32_beside_a_bfloat16_base(bases, load, tmp_path):
     bundle = load(
         lt.ModelConfig(str(bases("untied")), max_length=64),
         lt.LoraConfig(lora_r=4, lora_modules_to_save=["embed_tokens", "lm_head", "model.norm"]),
         precision="bf16",
     )
     check_saved_modules(bundle.model)
-    assert bundle.model.get_parameter("model.layers.0.input_layernorm.weight").dtype == (
-        torch.bfloat16
-    )
+    norm = bundle.model.get_parameter("model.layers.0.input_layernorm.weight")
+    assert norm.dtype == torch.bfloat16
+
+    folder = export_model(bundle, tmp_path / "model")
+    check_saved_modules(load(continuing(folder), precision="bf16").model)
 
 
 def check_saved_modules(model: torch.nn.Module) -> None:
@@ -521,8 +524,9 @@ def test_a_merge_of_an_earlier_adapter_or_into_another_dtype_is_refused(adapt, t
     with refused("merged exists and was not merged from .*/model in the dtypes of its base"):
         merged_model(folder)
 
-    shutil.rmtree(merged_folder(folder))
-    write_merged(folder, merged_folder(folder), "float16")
+    merged = tmp_path / "run" / "merged"
+    shutil.rmtree(merged)
+    write_merged(folder, merged, "float16")
     with refused("in the dtypes of its base"):
         merged_model(folder)
 
@@ -545,8 +549,10 @@ def test_planning_from_an_adapter_writes_nothing(adapt, base, make_tokenizer, tm
 
 def test_a_merged_model_is_never_written_into_a_checkpoint(tmp_path):
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000010"
-    assert merged_folder(checkpoint / "model") == tmp_path / "run" / "merged-step-00000010"
-    assert merged_folder(tmp_path / "own") == tmp_path / "own-merged"
+    assert (
+        folder_beside(checkpoint / "model", "merged") == tmp_path / "run" / "merged-step-00000010"
+    )
+    assert folder_beside(tmp_path / "own", "merged") == tmp_path / "own-merged"
 
 
 def test_a_merge_into_quantized_weights_is_refused(peft_adapter, bases, tmp_path):
