@@ -33,7 +33,7 @@ from llmtrain.errors import first_line
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.hub_models import auto_class
 from llmtrain.models.lora import AdapterFiles
-from llmtrain.models.meta_models import build_model
+from llmtrain.models.model_classes import build_model
 from llmtrain.models.probe import differ, example_tokens
 from llmtrain.models.text_tower import outside_text_tower
 from llmtrain.parallel.placement import parameter_bytes, place

@@ -32,7 +32,7 @@ from docs.tables.packing_trials import (
     types_of_classes,
     verdict_on_types,
 )
-from llmtrain.models.packing_support import VERDICTS
+from llmtrain.models.model_classes import VERDICTS
 from tests.forked import IMPORTED, run_forked
 from tests.launching import ROOT, accelerate
 

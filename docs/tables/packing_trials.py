@@ -22,7 +22,7 @@ from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.causal_lm import CausalLM, make_causal_lm
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.hub_models import auto_class, causal_lm_classes
-from llmtrain.models.meta_models import check_causal_lm_class
+from llmtrain.models.model_classes import check_causal_lm_class
 from llmtrain.models.probe import (
     differ,
     example_tokens,

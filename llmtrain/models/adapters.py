@@ -31,8 +31,7 @@ from llmtrain.models.export import (
     gives_scores,
 )
 from llmtrain.models.hub_models import (
-    load_causal_lm,
-    load_reward_model,
+    load_pretrained,
     local_folder,
     origin_of,
     without_weights,
@@ -256,8 +255,8 @@ def adapted_model(
             options["quantization_config"] = AutoQuantizationConfig.from_dict(
                 {**quantization, "dequantize": True}
             )
-        load = load_reward_model if gives_scores(folder_config(adapter)) else load_causal_lm
-        model = load(base, **options)
+        is_reward_model = gives_scores(folder_config(adapter))
+        model = load_pretrained(base, gives_scores=is_reward_model, **options)
         embeddings = cast(nn.Embedding, model.get_input_embeddings())
         if vocabulary > len(embeddings.weight):
             # The adapter has the rows of the new tokens.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
 from llmtrain.models.attention import ATTENTION_NAME
-from llmtrain.models.documents import Documents
+from llmtrain.models.documents import Documents, keep_documents_apart
 from llmtrain.models.experts import is_mixture_of_experts
 from llmtrain.models.loss import (
     inputs_of,
@@ -23,7 +23,6 @@ from llmtrain.models.loss import (
     target_positions_of,
     targets_of,
 )
-from llmtrain.models.short_convolution import keep_documents_apart
 from llmtrain.models.trainable import TrainableModel, nll_of_logits, put_in_front
 
 if TYPE_CHECKING:
@@ -316,8 +315,6 @@ def own_arguments(
         for side in ("q", "k"):
             arguments[f"cu_seq_lens_{side}"] = documents.borders
             arguments[f"max_length_{side}"] = ids.shape[1]
-        if model.has_short_convolutions:
-            arguments["documents"] = documents.laid_end_to_end()
     elif model.has_short_convolutions:
         arguments["documents"] = documents
     return arguments

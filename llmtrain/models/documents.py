@@ -1,17 +1,18 @@
-"""Which documents share a packed row, in the forms that attention on each device takes."""
+"""Which documents share a packed row, in the forms that attention and convolutions take."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmtrain.interfaces.answer_codes import pair_of
 from llmtrain.models import attention_cpu, attention_gpu
 from llmtrain.models.attention_cpu import Block
+from llmtrain.models.trainable import put_in_front
 from llmtrain.padded_sizes import padded_size
 
 
@@ -165,26 +166,6 @@ class Documents:
         exists = indices >= self.starts
         return torch.where(exists[..., None], shifted, 0)
 
-    def laid_end_to_end(self) -> "Documents":
-        """Return the documents of the one row [1, B * T] that holds all rows."""
-        assert self.starts is not None
-        rows, length = self.starts.shape
-        first_of_row = length * torch.arange(rows, device=self.starts.device)[:, None]
-        other_answers = self.other_answers
-        if other_answers is not None:
-            other_answers = (other_answers + first_of_row).reshape(2, 1, -1)
-        return Documents(
-            starts=(self.starts + first_of_row).reshape(1, -1),
-            other_answers=other_answers,
-        )
-
-    def numbers(self) -> Tensor:
-        """Return the number of each position's document in its row, int32 [B, T]."""
-        assert self.starts is not None
-        indices = torch.arange(self.starts.shape[1], device=self.starts.device)
-        is_begin = self.starts == indices
-        return is_begin.cumsum(1, dtype=torch.int32) - 1
-
     def ready_for(self, dtype: torch.dtype) -> "Documents":
         """Return the documents with borders only if attention in ``dtype`` takes them on a GPU.
 
@@ -204,3 +185,92 @@ def _latest(is_begin: np.ndarray) -> np.ndarray:
     indices = np.arange(is_begin.shape[1])
     latest: np.ndarray = np.maximum.accumulate(np.where(is_begin, indices, 0), axis=1)
     return latest
+
+
+def convolve(
+    x: Tensor, *, weight: Tensor, documents: Documents, bias: Tensor | None = None
+) -> Tensor:
+    """Return the causal convolution of each channel, inside each document.
+
+    Args:
+        x: [B, T, C].
+        weight: [C, K]. The last column belongs to the position itself.
+        documents: the documents of the rows.
+        bias: [C].
+    """
+    # Like a convolution, round to half precision only once.
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    total = x * weight[:, -1]
+    for distance in range(1, weight.shape[1]):
+        total = torch.addcmul(total, documents.preceding(x, distance), weight[:, -1 - distance])
+    if bias is not None:
+        total = total + bias
+    return total.to(x.dtype)
+
+
+# --- the short convolutions of LFM2 in transformers. They take a packed row for one text: the first
+# positions of a document would see the end of the document before.
+
+# Classes of transformers with the modules `in_proj`, `conv` and `out_proj`, which compute the same.
+_SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv")
+
+
+class ShortConvolution(nn.Module):
+    """The ``forward`` of a gated short convolution, for rows of several documents.
+
+    :func:`keep_documents_apart` changes the class of a convolution to a subclass of this class and
+    of the convolution's own. If each row is one document, the own class computes the result.
+    """
+
+    own_class: ClassVar[type]
+
+    if TYPE_CHECKING:  # the modules of the own class
+        in_proj: nn.Module
+        conv: nn.Conv1d
+        out_proj: nn.Module
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        documents: Documents | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return the output [B, T, C].
+
+        Args:
+            hidden_states: [B, T, C].
+            documents: the documents of the rows.
+            options: further arguments of the model's layers, which are for rows that are not
+                packed: the padding, and the cache of generation.
+        """
+        if documents is None or documents.starts is None:
+            output: Tensor = super().forward(hidden_states, **options)
+            return output
+
+        # transformers 5.24 renamed past_key_values.
+        caches = (options.get("past_key_values"), options.get("cache"))
+        assert caches == (None, None), "packed rows are computed without a cache"
+        gate_before, gate_after, values = self.in_proj(hidden_states).chunk(3, dim=-1)
+        convolved = convolve(
+            gate_before * values,
+            weight=self.conv.weight.squeeze(1),
+            bias=self.conv.bias,
+            documents=documents,
+        )
+        result: Tensor = self.out_proj(gate_after * convolved)
+        return result
+
+
+def keep_documents_apart(model: nn.Module) -> bool:
+    """Change the short convolutions of a model, in place, and return whether it has any.
+
+    Each gets the ``forward`` of :class:`ShortConvolution`.
+    """
+    has_short_convolutions = False
+    for module in model.modules():
+        own_class = type(module)
+        is_of_transformers = own_class.__module__.startswith("transformers.")
+        if is_of_transformers and own_class.__name__ in _SHORT_CONVOLUTIONS:
+            put_in_front(ShortConvolution, module)
+            has_short_convolutions = True
+    return has_short_convolutions

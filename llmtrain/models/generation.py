@@ -16,7 +16,7 @@ from llmtrain.model_folders import (
 )
 from llmtrain.models.adapters import adapted_model
 from llmtrain.models.export import folder_config, gives_scores, how_to_load, module_class_of
-from llmtrain.models.hub_models import load_causal_lm
+from llmtrain.models.hub_models import load_pretrained
 from llmtrain.seeds import seed_of
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class TextModel:
             if is_adapter(folder):
                 loaded: torch.nn.Module = adapted_model(folder, len(self.tokenizer))
             else:
-                loaded = load_causal_lm(name)
+                loaded = load_pretrained(name)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = cast("PreTrainedModel", loaded.eval().to(device))
         text_config = self.model.config.get_text_config()

@@ -64,36 +64,26 @@ def without_weights(build: Callable[[], "PreTrainedModel"]) -> "PreTrainedModel"
     return model
 
 
-def load_causal_lm(name: str, **options: object) -> "PreTrainedModel":
-    """Load a causal LM from safetensors files.
+def load_pretrained(
+    name: str, *, gives_scores: bool = False, **options: object
+) -> "PreTrainedModel":
+    """Load a model from safetensors files, to generate text or to merge an adapter into it.
 
     It raises whatever transformers raises, too.
 
     Args:
         name: the folder or hub name of the model.
+        gives_scores: load it as a reward model. Its head is random if the files do not have it.
         options: further arguments of ``from_pretrained``.
 
     Raises:
         UserError: if the weights are pickles, or if the configuration asks for a kernel of the hub.
     """
-    return _load(name, None, options)
-
-
-def load_reward_model(name: str, **options: object) -> "PreTrainedModel":
-    """Load a model as one that scores texts; see :func:`load_causal_lm`.
-
-    Its head is random if the files do not have it.
-    """
-    from transformers import AutoModelForSequenceClassification
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call] # it warns about the random head
-    return _load(name, AutoModelForSequenceClassification, {"num_labels": 1, **options})
-
-
-def _load(name: str, model_class: Any, options: dict[str, object]) -> "PreTrainedModel":
-    """Load a model with a class, or with that of its causal LM."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    )
     from transformers.utils import logging
 
     # The progress bar would appear in the middle of generated text.
@@ -110,17 +100,20 @@ def _load(name: str, model_class: Any, options: dict[str, object]) -> "PreTraine
 
     options = {**DATA_ONLY, "use_safetensors": True, **options}
     # An adapter has no configuration of a model. Of others, loading reports what is wrong.
-    own_class: Any = AutoModelForCausalLM
+    model_class: Any = AutoModelForCausalLM
     with contextlib.suppress(OSError, ValueError):
         model_config: PreTrainedConfig = AutoConfig.from_pretrained(
             str(folder),
             trust_remote_code=options["trust_remote_code"],
             revision=revision,
         )
-        own_class = auto_class(model_config)
+        model_class = auto_class(model_config)
         if "attn_implementation" not in options:
             refuse_hub_attention(model_config, name)
-    model_class = model_class or own_class
+    if gives_scores:
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call] # a random head is reported
+        options["num_labels"] = 1
+        model_class = AutoModelForSequenceClassification
     return cast("PreTrainedModel", model_class.from_pretrained(str(folder), **options))
 
 

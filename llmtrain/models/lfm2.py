@@ -22,10 +22,9 @@ from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
 from llmtrain.models.attention import causal_attention
 from llmtrain.models.config import GPTConfig
-from llmtrain.models.documents import Documents
+from llmtrain.models.documents import Documents, convolve
 from llmtrain.models.gpt import GPT, KeyedDropout, Stack, keys_at
 from llmtrain.models.loss import matmul_dtype
-from llmtrain.models.short_convolution import convolve
 
 _EPS = 1e-5
 _THETA = 10_000.0

@@ -37,7 +37,7 @@ from llmtrain.models.export import ModelFiles, config_values
 from llmtrain.models.hub_models import check_origin, local_folder, origin_of
 from llmtrain.models.lora import AdapterFiles, add_lora, with_adapter_weights
 from llmtrain.models.lora_config import LoraConfig
-from llmtrain.models.meta_models import build_model
+from llmtrain.models.model_classes import build_model
 from llmtrain.models.preference import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import check_model

@@ -18,7 +18,8 @@ the same way, but it cannot do the following:
   that differ. It only logs both.
 - **Initialise the same weights on any number of ranks.**
 
-Quantized models are loaded with it (:mod:`llmtrain.models.meta_models`), as they are never sharded.
+Quantized models are loaded with it, since they are never sharded
+(:mod:`llmtrain.models.model_classes`).
 """
 
 import copy

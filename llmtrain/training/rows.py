@@ -76,7 +76,7 @@ def tokenize(
     support: PackingSupport | None = None
     max_positions: int | None = None
     if model is not None:
-        from llmtrain.models.packing_support import packing_support  # imports torch
+        from llmtrain.models.model_classes import packing_support  # imports torch
 
         model = copy.copy(model)
         model.max_length = max_length or model.max_length

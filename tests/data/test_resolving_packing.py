@@ -10,7 +10,7 @@ import pytest
 import llmtrain as lt
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
-from llmtrain.models import packing_support
+from llmtrain.models import model_classes
 from llmtrain.models.config import ModelConfig
 from llmtrain.parallel.placement import place
 from recipes import finetune, preference
@@ -91,7 +91,7 @@ def test_a_class_that_was_not_tried_is_not_packed_and_the_log_names_the_flag(
 ) -> None:
     verdicts = tmp_path / "verdicts.json"
     verdicts.write_text('{"classes": {}}')
-    monkeypatch.setattr(packing_support, "VERDICTS", verdicts)
+    monkeypatch.setattr(model_classes, "VERDICTS", verdicts)
 
     _, rows = prepare_rows(finetune, tmp_path, "llama")
     assert not rows.is_packed
@@ -115,7 +115,7 @@ def test_a_model_is_packed_only_if_the_code_of_transformers_runs(
         flags.append("--trust_remote_code")
 
     settings = lt.parse(finetune.DEFAULTS, flags)
-    support = packing_support.packing_support(settings.model)
+    support = model_classes.packing_support(settings.model)
 
     assert support is not None
     assert bool(support.packing_problem) == trusts_code
@@ -123,7 +123,7 @@ def test_a_model_is_packed_only_if_the_code_of_transformers_runs(
 
 def test_a_model_that_does_not_exist_is_left_to_the_error_of_loading_it() -> None:
     settings = lt.parse(finetune.DEFAULTS, ["--model_name_or_path", "nowhere/at-all"])
-    assert packing_support.packing_support(settings.model) is None
+    assert model_classes.packing_support(settings.model) is None
 
 
 # --- the flag

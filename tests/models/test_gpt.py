@@ -19,9 +19,8 @@ from llmtrain.interfaces.batches import IGNORED, count_targets
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.documents import Documents
 from llmtrain.models.gpt import GPT, KeyedDropout, Projection, keys_at
-from llmtrain.models.lfm2 import build_gpt
+from llmtrain.models.lfm2 import build_gpt, convolve
 from llmtrain.models.loss import summed_nll
-from llmtrain.models.short_convolution import convolve
 from llmtrain.record.saver import write_model
 from tests.models.small_models import byte_tokenizer, perturbed
 

@@ -14,7 +14,7 @@ from llmtrain.errors import UserError
 from llmtrain.models import probe as probes
 from llmtrain.models.causal_lm import CausalLM
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.packing_support import PackingSupport, packing_support
+from llmtrain.models.model_classes import PackingSupport, packing_support
 from tests.models.small_models import small_model
 
 

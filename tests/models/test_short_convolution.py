@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmtrain.interfaces.batches import IGNORED, Batch
-from llmtrain.models import short_convolution
+from llmtrain.models import documents
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.causal_lm import CausalLM, make_causal_lm, own_arguments
 from llmtrain.models.documents import Documents
@@ -142,13 +142,13 @@ def test_rows_of_one_document_have_the_bits_of_transformers() -> None:
 
 def test_a_convolution_that_ignores_borders_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not leaks(trainable_model())
-    convolve = short_convolution.convolve
+    convolve = documents.convolve
 
     def convolve_whole_rows(x: Tensor, *, documents: Documents, **options: Any) -> Tensor:
         one_document = Documents(starts=torch.zeros_like(documents.starts))  # type: ignore[arg-type]
         return convolve(x, documents=one_document, **options)
 
-    monkeypatch.setattr(short_convolution, "convolve", convolve_whole_rows)
+    monkeypatch.setattr(documents, "convolve", convolve_whole_rows)
     assert leaks(trainable_model())
 
 
@@ -176,27 +176,10 @@ def test_the_second_answer_follows_the_prompt_and_not_the_first_answer(
     x = torch.arange(1.0, 16.0, dtype=torch.float64)[None, :, None]
     assert SHARED_PROMPT.preceding(x, distance)[0, :, 0].tolist() == expected
 
-    flat = SHARED_PROMPT.laid_end_to_end()
-    assert torch.equal(flat.preceding(x, distance), SHARED_PROMPT.preceding(x, distance))
-
 
 def test_preceding_positions_have_gradients() -> None:
     x = torch.randn(1, 15, 1, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: SHARED_PROMPT.preceding(x, 2), [x])
-
-
-def test_rows_laid_end_to_end_keep_their_documents() -> None:
-    """Flash attention takes rows in this form."""
-    documents = Documents.of(packed_batch()["position_ids"])
-    flat = documents.laid_end_to_end()
-
-    x = torch.randn(2, ROW_LENGTH, 3)
-    preceding = flat.preceding(x.view(1, 2 * ROW_LENGTH, 3), 2)
-    assert torch.equal(preceding.view_as(x), documents.preceding(x, 2))
-
-    first_row = [0] * 7 + [1] * 1 + [2] * 2 + [3] * 10
-    assert documents.numbers().tolist() == [first_row, [0] * 13 + [1] * 7]
-    assert flat.numbers().tolist() == [first_row + [4] * 13 + [5] * 7]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,7 +10,7 @@ from docs.tables.memory_table import MEASURED, METHODS, MODELS, measured_lines, 
 from docs.tables.memory_table import PAGE as MEMORY_PAGE
 from docs.tables.models_table import FAMILIES, PAGE, TABLES, lines_of, rows_of, try_families
 from docs.tables.packing_trials import ORDER, types_of_classes
-from llmtrain.models.packing_support import VERDICTS
+from llmtrain.models.model_classes import VERDICTS
 from tests.launching import long_form
 
 VERDICT_LIST = json.loads(VERDICTS.read_text(encoding="utf-8"))

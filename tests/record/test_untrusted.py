@@ -39,7 +39,7 @@ from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import TextModel
 from llmtrain.models.gpt import GPT
-from llmtrain.models.hub_models import load_causal_lm
+from llmtrain.models.hub_models import load_pretrained
 from llmtrain.models.pretrained import load_model
 from llmtrain.record.checkpoint import find_fault, newest_valid, read_state
 from llmtrain.record.resume import choose_folder
@@ -244,7 +244,7 @@ def read_everything(run_folder: Path, model_folder: Path) -> None:
         lambda: [*read_tensors(checkpoint / "optimizer")],
         lambda: read_state(checkpoint),
         lambda: TextModel(str(model_folder)),
-        lambda: load_causal_lm(str(model_folder)),
+        lambda: load_pretrained(str(model_folder)),
         lambda: load_tokenizer(str(model_folder)),
         lambda: tokenize(DataConfig(dataset=[str(model_folder)], tokenizer="byte"), 8),
     ]
@@ -310,7 +310,7 @@ def test_no_code_in_a_file_of_a_run_or_a_model_is_run(
     assert mark.exists(), "the payload does nothing"
 
 
-@pytest.mark.parametrize("load", [TextModel, load_causal_lm])
+@pytest.mark.parametrize("load", [TextModel, load_pretrained])
 def test_a_model_stored_as_a_pickle_is_refused_with_the_name_of_the_file(
     load: Callable[[str], Any], model_folder: Path
 ) -> None:
@@ -351,7 +351,7 @@ def use_safetensors(adapter: Path) -> None:
     "load",
     [
         pytest.param(TextModel, id="text"),
-        pytest.param(load_causal_lm, id="model"),
+        pytest.param(load_pretrained, id="model"),
         pytest.param(lambda name: adapted_model(Path(name), 1), id="adapter"),
         pytest.param(lambda name: merged_model(Path(name)), id="merged"),
     ],
@@ -384,10 +384,10 @@ def on_hub(folder: Path) -> Iterator[Path]:
 def test_an_adapter_on_the_hub_stored_as_a_pickle_is_refused(pickled_adapter: Path) -> None:
     with on_hub(pickled_adapter) as snapshot:
         with pytest.raises(UserError, match=r"as a pickle \(adapter_model\.bin\)"):
-            load_causal_lm("someone/something")
+            load_pretrained("someone/something")
 
         use_safetensors(snapshot)
-        assert load_causal_lm("someone/something")
+        assert load_pretrained("someone/something")
 
 
 # --- names of files in a model folder
@@ -488,7 +488,7 @@ def test_no_file_outside_a_model_folder_and_no_pickle_is_opened(
     for name, load, outcome in lines:
         only_reads_tokenizer = load in ("tokenizer", "rows") and name.startswith("index")
         is_harmless = name.startswith("honest") or only_reads_tokenizer
-        # `load_causal_lm` also raises the errors of transformers.
+        # `load_pretrained` also raises the errors of transformers.
         pattern = "loaded" if is_harmless else f"(UserError|ValueError): .*{folders}"
         assert re.match(pattern, outcome), (name, load, outcome)
 
@@ -497,7 +497,7 @@ def test_no_file_outside_a_model_folder_and_no_pickle_is_opened(
     ("load", "name", "message"),
     [
         (TextModel, "index-absolute", "is no safetensors file of its folder"),
-        (load_causal_lm, "index-pickle", "is no safetensors file of its folder"),
+        (load_pretrained, "index-pickle", "is no safetensors file of its folder"),
         (tokenizer_of, "tokenizer-vocabulary", "the entry vocab names other files"),
         (load_tokenizer, "tokenizer-version", "the entry fast_tokenizer_files names other files"),
     ],
@@ -538,7 +538,7 @@ def test_a_model_whose_config_asks_for_a_kernel_on_the_hub_is_refused(
     config = model_folder / "config.json"
     config.write_text(json.dumps(read_json(config) | {"attn_implementation": attention}))
 
-    for load in (TextModel, load_causal_lm, model_to_train):
+    for load in (TextModel, load_pretrained, model_to_train):
         with pytest.raises(UserError, match=r"someone/kernel.*, a program on the hub"):
             load(str(model_folder))
 
@@ -590,7 +590,9 @@ def test_the_commit_of_a_trusted_kernel_is_in_the_fingerprint(
     ],
 )
 @pytest.mark.parametrize(
-    "load", [TextModel, load_causal_lm, model_to_train, stop_token_ids_of], ids=lambda f: f.__name__
+    "load",
+    [TextModel, load_pretrained, model_to_train, stop_token_ids_of],
+    ids=lambda f: f.__name__,
 )
 def test_a_wrong_generation_config_is_refused_by_name(
     load: Callable[[str], Any], content: str, model_folder: Path

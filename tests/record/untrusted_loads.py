@@ -19,7 +19,7 @@ from llmtrain.model_folders import is_adapter, tokenizer_of
 from llmtrain.models.adapters import adapted_model, merged_model, write_outline
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.generation import TextModel
-from llmtrain.models.hub_models import load_causal_lm, load_reward_model
+from llmtrain.models.hub_models import load_pretrained
 from llmtrain.models.pretrained import load_model
 from tests.models.some_rows import SomeRows
 
@@ -48,15 +48,15 @@ def adapter_of(folder: Path) -> Path:
 
 OF_ADAPTERS = {
     "generate": lambda folder: TextModel(str(folder)),
-    "load": lambda folder: load_causal_lm(str(folder)),
+    "load": lambda folder: load_pretrained(str(folder)),
     "adapter": lambda folder: adapted_model(folder, 1),
     "merge": merged_model,
     "plan": lambda folder: write_outline(folder, new_folder(folder)),
 }
 OF_MODELS = {
     "generate": lambda folder: TextModel(str(folder)),
-    "load": lambda folder: load_causal_lm(str(folder)),
-    "reward": lambda folder: load_reward_model(str(folder)),
+    "load": lambda folder: load_pretrained(str(folder)),
+    "reward": lambda folder: load_pretrained(str(folder), gives_scores=True),
     "train": train,
     "tokenizer": lambda folder: load_tokenizer(str(folder)),
     "rows": lambda folder: tokenizer_of(str(folder)),

@@ -1,19 +1,27 @@
-"""Build Hugging Face models on the meta device, without weights, from their configuration."""
+"""The classes of Hugging Face models: which rows they take, and how they are built without weights.
+
+Rows are made before the weights are loaded, so the model itself cannot be tried then whether it
+keeps packed documents apart. Its class is looked up in ``packing_verdicts.json`` instead. The model
+is tried when its weights are in place (:mod:`llmtrain.models.probe`).
+"""
 
 import contextlib
 import functools
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.files import read_object
+from llmtrain.interfaces.packing_support import PackingSupport
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.configuration import is_model_type
 from llmtrain.models.hub_models import (
     auto_class,
     causal_lm_classes,
-    load_causal_lm,
+    load_pretrained,
     local_folder,
     without_weights,
 )
@@ -22,6 +30,10 @@ from llmtrain.models.weight_loading import stored_tensors, tied_but_different
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+# Made by docs/tables/models_table.py, which tries a small model of every class. The verdict on a
+# class is "leaks", "packs", or "shares", which means that it packs and shares prompts as well.
+VERDICTS = Path(__file__).with_name("packing_verdicts.json")
 
 
 def build_model(
@@ -54,7 +66,7 @@ def build_model(
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
-    options: dict[str, object] = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
 
@@ -138,6 +150,42 @@ def check_causal_lm_class(config: ModelConfig, model_config: "PreTrainedConfig")
         )
 
 
+def packing_support(config: ModelConfig, *, is_reward_model: bool = False) -> PackingSupport | None:
+    """Return what rows a model can be trained on, or ``None`` if there is no such model.
+
+    Args:
+        config: which model.
+        is_reward_model: whether a reward model is trained, and no causal LM.
+
+    Raises:
+        UserError: if transformers has no class by which the model could be trained.
+    """
+    model_config = config.known_configuration()
+    if model_config is None:
+        return None
+    if is_reward_model:
+        check_reward_family(type(model_config))
+    else:
+        check_causal_lm_class(config, model_config)
+
+    verdicts: dict[str, str] = json.loads(VERDICTS.read_text(encoding="utf-8"))["classes"]
+    class_name, _ = causal_lm_classes(model_config.model_type) or (model_config.model_type, "")
+    has_own_code = "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
+    if class_name not in verdicts or (config.trust_remote_code and has_own_code):
+        problem = f"it was not tried whether {class_name} keeps documents apart (--packing packs)"
+        return PackingSupport(problem)
+    if verdicts[class_name] == "leaks":
+        return PackingSupport(f"{class_name} lets the documents of a packed row see each other")
+
+    # Only this package's attention keeps two answers apart. A model with transformers' "sdpa" gets
+    # it, unless attention has chunks that are shorter than the row (llmtrain.models.probe).
+    implementation = config.attn_implementation or model_config._attn_implementation or "sdpa"
+    chunk: int = getattr(model_config.get_text_config(), "attention_chunk_size", None) or 0
+    has_chunks = chunk > 0 and (config.max_length == "auto" or chunk < config.max_length)
+    has_own_attention = implementation == "sdpa" and not has_chunks
+    return PackingSupport(shares_prompts=has_own_attention and verdicts[class_name] == "shares")
+
+
 def _flag(config: ModelConfig) -> str:
     """Return the flags that say which model it is, with their values."""
     if config.model_name_or_path:
@@ -154,7 +202,7 @@ def _building_problem(config: ModelConfig) -> str:
     return _flag(config)
 
 
-def _load_quantized(name: str, load_in_4bit: bool, options: dict[str, object]) -> "PreTrainedModel":
+def _load_quantized(name: str, load_in_4bit: bool, options: dict[str, Any]) -> "PreTrainedModel":
     """Load a model with quantized weights.
 
     Args:
@@ -176,7 +224,7 @@ def _load_quantized(name: str, load_in_4bit: bool, options: dict[str, object]) -
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-    loaded: object = load_causal_lm(name, **options, output_loading_info=True)
+    loaded: object = load_pretrained(name, **options, output_loading_info=True)
     model, info = cast("tuple[PreTrainedModel, dict[str, list[object]]]", loaded)
     unusable = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if unusable:
