@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 # A slip of the finger would otherwise overflow a number.
 _MAX_WIDTH = 1_000_000
 _MAX_ROW_LENGTH = 100_000_000
+_RECOMPUTATION = (
+    "save memory: compute activations again in the backward pass instead of keeping them; auto: "
+    "for as many blocks as the memory of a GPU makes necessary; never on a CPU, whose memory other "
+    "programs share, and never with --bitwise"
+)
 
 
 @dataclass
@@ -61,9 +66,7 @@ class GPTConfig(Config):
     )
     gradient_checkpointing: bool | None = flag(
         False,
-        "save memory: compute activations again in the backward pass instead of keeping them; "
-        "auto: for as many blocks as the memory of a GPU makes necessary; never on a CPU, whose "
-        "memory other programs share, and never with --bitwise",
+        _RECOMPUTATION,
         affects="layout",
         group="batch and memory",
     )
@@ -180,9 +183,7 @@ class ModelConfig(Config):
     )
     gradient_checkpointing: bool | None = flag(
         None,
-        "save memory: compute activations again in the backward pass instead of keeping them; "
-        "auto: for as many blocks as the memory of a GPU makes necessary; never on a CPU, whose "
-        "memory other programs share, and never with --bitwise (default: auto)",
+        f"{_RECOMPUTATION} (default: auto)",
         affects="layout",
         group="batch and memory",
     )
@@ -224,16 +225,9 @@ class ModelConfig(Config):
             raise UserError(
                 f"--freeze '{self.freeze}' is not a regular expression: {error}."
             ) from None
-        if self.load_in_4bit and not self.model_name_or_path:
-            raise UserError(
-                "--load_in_4bit needs --model_name_or_path: it is for training an adapter of "
-                "existing weights."
-            )
-        if self.continue_adapter and not self.model_name_or_path:
-            raise UserError(
-                "--continue_adapter needs --model_name_or_path: the run or the folder of the "
-                "adapter to train further."
-            )
+        for name in ("continue_adapter", "load_in_4bit"):
+            if getattr(self, name) and not self.model_name_or_path:
+                raise UserError(f"--{name} needs --model_name_or_path: name the weights to use.")
         parse_overrides(self.config_overrides or "")
         if self.config_overrides and self.model_name_or_path:
             raise UserError(
@@ -271,18 +265,13 @@ class ModelConfig(Config):
 
     def _check_revision(self) -> None:
         """Raise :class:`UserError` for the revision of something else than a model of the hub."""
-        if self.model_revision == "main":
-            return
         name = self.model_name_or_path
-        if name is not None and Path(name).is_dir():
+        is_of_hub = name is not None and not Path(name).is_dir()
+        is_named = name is not None or self.from_config is not None
+        if self.model_revision != "main" and is_named and not is_of_hub:
             raise UserError(
-                f"--model_revision {self.model_revision} is for models of the hub, and "
-                f"--model_name_or_path {name} is a folder; leave it out."
-            )
-        if name is None and self.from_config:
-            raise UserError(
-                f"--model_revision {self.model_revision} belongs to --model_name_or_path, not to "
-                "--from_config; leave it out."
+                f"--model_revision {self.model_revision} is for a model of the hub in "
+                f"--model_name_or_path, and {name or self.from_config} is none; leave it out."
             )
 
     @property

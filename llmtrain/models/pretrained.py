@@ -320,23 +320,16 @@ def _set_balance_weight(
         UserError: if the user has set a weight, and the run has no balancing loss.
     """
     text_config = model.config.get_text_config()
-    if not is_mixture_of_experts(text_config):
-        if weight is not None:
-            raise UserError(
-                "--router_aux_loss_coef is for a mixture of experts, which this model is not; "
-                "leave it out."
-            )
-        return
-
-    # ExpertObjective computes the balancing loss, over the global batch.
-    text_config.output_router_logits = False
-    if has_preference and weight:
+    has_experts = is_mixture_of_experts(text_config)
+    if weight is not None and (not has_experts or (has_preference and weight)):
         raise UserError(
-            "--router_aux_loss_coef does nothing here: preference losses have no balancing loss; "
-            "leave it out."
+            "--router_aux_loss_coef is for fine-tuning a mixture of experts, and this run has no "
+            "balancing loss; leave it out."
         )
-    if weight is not None:
-        text_config.router_aux_loss_coef = weight
+    if has_experts:
+        text_config.output_router_logits = False  # ExpertObjective computes the balancing loss
+        if weight is not None:
+            text_config.router_aux_loss_coef = weight
 
 
 def _model_files(

@@ -93,7 +93,7 @@ def test_a_revision_is_refused_for_a_folder_and_for_random_weights(hub: Path) ->
     folder = str(hub / "snapshots" / COMMITS["main"])
     with pytest.raises(UserError, match="--model_revision v2"):
         lt.ModelConfig(folder, model_revision="v2")
-    with pytest.raises(UserError, match="belongs to --model_name_or_path"):
+    with pytest.raises(UserError, match="for a model of the hub in --model_name_or_path"):
         lt.ModelConfig(from_config="llama", model_revision="v2")
 
 
