@@ -41,8 +41,8 @@ def register() -> None:
     """Add an attention to transformers that takes ``documents``, as :data:`ATTENTION_NAME`.
 
     Set ``config._attn_implementation`` to that name to use it. With ``documents`` it ignores the
-    attention mask: only later positions and other documents may be masked. Without ``documents`` it
-    is transformers' own ``sdpa``.
+    attention mask: only later positions, other documents, and positions outside a sliding window
+    may be masked. Without ``documents`` it is transformers' own ``sdpa``.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from llmtrain.models.loss import matmul_dtype
 
 # Rows between these lengths, in positions, are computed in blocks.
-MIN_LENGTH = 129  # PyTorch is faster for shorter ones, in float32 and without packing
+MIN_LENGTH = 129  # for rows of one document in float32, of which PyTorch computes short ones faster
 MAX_LENGTH = 512  # PyTorch needs less memory for longer ones
 
 _BLOCK = 64  # queries in a block: the fastest size that was tried, for rows of 64 to 512 positions
@@ -133,7 +133,7 @@ class _BlockwiseAttention(torch.autograd.Function):
 
     The probabilities are kept for backward, as in the attention of Vaswani et al. (2017). PyTorch's
     fused operation computes them twice on a CPU, and its products reach a fraction of the speed of
-    a batched product: forward and backward took 1.3 to 1.6 times as long in float32, and 2.3 to 4
+    a batched product: forward and backward took 1.4 to 1.6 times as long in float32, and 2.3 to 4.4
     times in bfloat16 (benchmarks/LOG.md).
 
     Rows and heads are one dimension in here: ``q``, ``k`` and ``v`` become [B * H, T, D].

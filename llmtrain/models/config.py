@@ -363,12 +363,10 @@ class ModelConfig(Config):
         return int(positions) if positions and positions < _MAX_ROW_LENGTH else None
 
     def fit_max_length(self) -> None:
-        """Lower the default ``max_length`` to the positions of the model, and log it.
+        """Merge an adapter into its base, and fit the default ``max_length`` to the model.
 
-        The name of a run becomes that of its model folder.
-
-        If the model is an adapter, it is merged into its base first, and the merged model is used,
-        unless the adapter itself is trained further.
+        The merged model is used, unless the adapter itself is trained further. The name of a run
+        becomes that of its model folder. The default is lowered to the positions of the model.
         """
         self.resolve_runs()
         if not self.continue_adapter:

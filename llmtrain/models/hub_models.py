@@ -67,7 +67,7 @@ def without_weights(build: Callable[[], "PreTrainedModel"]) -> "PreTrainedModel"
 def load_pretrained(
     name: str, *, gives_scores: bool = False, **options: object
 ) -> "PreTrainedModel":
-    """Load a model from safetensors files, to generate text or to merge an adapter into it.
+    """Load a model from safetensors files with its weights: for inference, or quantized ones.
 
     It raises whatever transformers raises, too.
 
@@ -99,7 +99,7 @@ def load_pretrained(
         local_folder(str(base), revision)
 
     options = {**DATA_ONLY, "use_safetensors": True, **options}
-    # An adapter has no configuration of a model. Of others, loading reports what is wrong.
+    # An adapter has no configuration of a model. Loading a model reports what is wrong with it.
     model_class: Any = AutoModelForCausalLM
     with contextlib.suppress(OSError, ValueError):
         model_config: PreTrainedConfig = AutoConfig.from_pretrained(

@@ -298,10 +298,6 @@ class AdapterFiles(ModelFiles):
         tensors = get_peft_model_state_dict(self.adapted, save_embedding_layers=False)
         return cast(dict[str, Tensor], tensors)
 
-    def published(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors unchanged."""
-        return tensors
-
     def loading_code(self) -> str:
         """Return Python code that loads the adapter and its base. A reward model also scores."""
         auto_class = auto_class_of(self.config)

@@ -205,11 +205,12 @@ class _LinearLoss(torch.autograd.Function):
             incoming = torch.ones(len(hidden), device=hidden.device)
         values, gradients, logits = ctx.compute(incoming, None, hidden, weight, bias)
 
-        ctx.save_for_backward(*gradients)
         if needs_grad and ctx.is_deferred:
             # If there is only one chunk, its logits need not be computed again.
             all_logits = logits if len(logits) == len(hidden) else None
             ctx.save_for_backward(all_logits, hidden, weight, bias)
+        else:
+            ctx.save_for_backward(*gradients)
         return torch.cat(values) if per_target else torch.stack([v.sum() for v in values]).sum()
 
     @staticmethod

@@ -83,6 +83,11 @@ def build_model(
             )
         is_quantized = getattr(model_config, "quantization_config", None) is not None
         if name is not None and (config.load_in_4bit or is_quantized):
+            if is_reward_model:
+                raise UserError(
+                    "--loss_type reward cannot train quantized weights; name a model that is not "
+                    "quantized, without --load_in_4bit."
+                )
             options["revision"] = config.model_revision
             return _load_quantized(name, config.load_in_4bit, options)
 

@@ -52,7 +52,6 @@ from llmtrain.models.weight_loading import InitialWeights
 from llmtrain.seeds import seed_of
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from transformers import (
         GenerationConfig,
         PreTrainedModel,
@@ -114,7 +113,7 @@ def load_model(
     quantized model is loaded here, and ``weights`` is ``None``.
 
     Parameters are float32, and mixed precision casts them when they are used. The frozen base of a
-    LoRA run keeps the dtype in which it is stored, or is bfloat16 if ``precision`` is bf16.
+    LoRA run may keep the dtype of its files (:func:`_frozen_dtype`).
 
     Args:
         config: which model, and how it is used.
@@ -144,16 +143,17 @@ def load_model(
 
     folder: Path | None = None
     origin: JsonObject = {"random weights": base.from_config}
+    dtype = torch.float32
     if name is not None:
         folder = local_folder(name, base.model_revision)
         origin = origin_of(name, base.model_revision)
-
-    dtype = torch.float32
-    if is_adapted and folder is not None:
-        trains_modules = is_reward_model or trains_whole_modules(lora, adapter)
-        dtype = _frozen_dtype(folder, precision, trains_modules)
+        if is_adapted:
+            trains_modules = is_reward_model or trains_whole_modules(lora, adapter)
+            dtype = _frozen_dtype(folder, precision, trains_modules)
     model = build_model(base, rows.tokenizer, dtype, is_reward_model=is_reward_model)
     _set_balance_weight(model, base.router_aux_loss_coef, has_preference=preference is not None)
+    if bitwise:
+        _check_no_dropout(model)
 
     # The modules that text does not pass through are not loaded.
     outside_text = outside_text_tower(model)
@@ -177,14 +177,20 @@ def load_model(
         _freeze(model, base.freeze)
 
     files = _model_files(model, name, rows, preference)
-    files = replace(files, architecture=architecture, base_tensors=base_tensors)
-    if is_adapted:
-        adapted = _add_adapter(
-            model, lora, adapter, str(name), origin, new_tokens, seed, is_reward_model
-        )
+    if adapter is not None:
+        check_base(adapter, str(name), origin)
+        adapted = load_lora(model, adapter, new_tokens, is_reward_model)
         files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
-    elif folder is not None:
-        files = replace(files, base_dtypes=_base_dtypes(folder, base_tensors))
+    elif lora is not None:
+        adapted = add_lora(model, lora, seed, new_tokens, is_reward_model)
+        files = AdapterFiles(**vars(files), adapted=adapted, origin=origin)
+    else:
+        files = replace(
+            files,
+            architecture=architecture,
+            base_tensors=base_tensors,
+            base_dtypes=_base_dtypes(folder, base_tensors),
+        )
 
     trained = make_causal_lm(
         model,
@@ -193,17 +199,12 @@ def load_model(
         gives_scores=is_reward_model,
     )
     trained.recompute_blocks(every=1 if base.gradient_checkpointing else 0)
-    if bitwise:
-        _check_no_dropout(trained)
     objective, prepare_batch = _objective(trained, rows, preference)
 
-    weights: Weights | None = None
-    if initial_weights is not None:
-        weights = with_adapter_weights(trained, initial_weights.for_parameters_of(trained))
     return ModelBundle(
         model=trained,
         files=files,
-        weights=weights,
+        weights=_weights_of(trained, initial_weights),
         start=_start(base, lora, adapter, origin, [*outside_text]),
         check=functools.partial(check_model, trained, is_packed=rows.is_packed),
         check_files=functools.partial(check_origin, name or "", origin),
@@ -212,28 +213,20 @@ def load_model(
     )
 
 
-def _add_adapter(
-    model: "PreTrainedModel",
-    lora: LoraConfig | None,
-    adapter: Path | None,
-    base: str,
-    origin: JsonObject,
-    new_tokens: list[int],
-    seed: int,
-    is_reward_model: bool,
-) -> "PeftModel":
-    """Add a new adapter to a model, or the stored one that is trained further."""
-    if adapter is not None:
-        check_base(adapter, base, origin)
-        return load_lora(model, adapter, new_tokens, is_reward_model)
-    return add_lora(model, cast(LoraConfig, lora), seed, new_tokens, is_reward_model)
+def _weights_of(trained: CausalLM, initial_weights: InitialWeights | None) -> Weights | None:
+    """Return the weights of the parameters on the meta device; ``None`` for a quantized model."""
+    if initial_weights is None:
+        return None
+    return with_adapter_weights(trained, initial_weights.for_parameters_of(trained))
 
 
-def _base_dtypes(folder: Path, base_tensors: BaseTensors | None) -> StoredDtypes:
-    """Return the dtypes of a base, with those of the tensors that a run does not train.
+def _base_dtypes(folder: Path | None, base_tensors: BaseTensors | None) -> StoredDtypes | None:
+    """Return the dtypes of a base, if there is one, with those of tensors that are not trained.
 
     These may be in another folder, if the run starts from a checkpoint.
     """
+    if folder is None:
+        return None
     dtypes = stored_dtypes(folder)
     if base_tensors is None:
         return dtypes
@@ -487,7 +480,7 @@ def _generation_config(model: "PreTrainedModel", rows: PreparedRows) -> JsonObje
     return settings
 
 
-def _check_no_dropout(model: CausalLM) -> None:
+def _check_no_dropout(model: "PreTrainedModel") -> None:
     """Raise :class:`UserError` if a model has dropout.
 
     Its random numbers would depend on the parallel layout.

@@ -52,17 +52,6 @@ def check_model(model: CausalLM, is_packed: bool) -> None:
             "are in memory at once",
         )
 
-    text_config = model.config.get_text_config()
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    unscaled_length = rope.get("original_max_position_embeddings") or model.row_length
-    depends_on_length = rope.get("rope_type") in ("longrope", "dynamic")
-    if depends_on_length and model.row_length > unscaled_length:
-        say(
-            "positions",
-            f"beyond {unscaled_length:,} tokens, rotary positions are scaled by the longest row of "
-            "a micro-batch, so the losses of different parallel layouts agree less closely",
-        )
-
 
 def probe(model: CausalLM) -> None:
     """Choose the model's attention, and find out whether its head is linear.
@@ -92,11 +81,11 @@ def probe(model: CausalLM) -> None:
 def _choose_attention(model: CausalLM) -> None:
     """Give a model this package's attention, if it computes the same as transformers' own."""
     config = model.config
-    own_attention = config._attn_implementation
-    if own_attention != "sdpa" or _span(model, "attention_chunk_size"):
+    stock_attention = config._attn_implementation
+    if stock_attention != "sdpa" or _span(model, "attention_chunk_size"):
         return
     if _span(model, "sliding_window") and not model.shares_prompts:
-        return
+        return  # both need a mask then
 
     register()
     ids = example_tokens(model, 2, probe_length(model))
@@ -112,7 +101,7 @@ def _choose_attention(model: CausalLM) -> None:
         if is_out_of_memory(error):
             raise
         # Otherwise the class takes no position_ids, or does not pass on its arguments.
-    config._attn_implementation = own_attention
+    config._attn_implementation = stock_attention
 
 
 def _head_is_linear(model: CausalLM) -> bool:

@@ -5,9 +5,11 @@ wrapper would rename the parameters, and hide from FSDP which modules are blocks
 existing model is replaced by a subclass, which :func:`put_in_front` makes. Classes are made at run
 time nowhere else:
 
-- the models of this package inherit from :class:`TrainableModel`, and need no other class;
 - a model of transformers becomes ``(CausalLM, LlamaForCausalLM)``, for example;
+- its head becomes ``(LossHead, Linear)``, and a convolution of LFM2 a ``ShortConvolution``;
 - a custom model of the user becomes ``(CustomModel, Own, DerivedMethods)``.
+
+The models of this package inherit from :class:`TrainableModel`, and need no other class.
 """
 
 import functools
