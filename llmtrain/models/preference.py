@@ -386,5 +386,5 @@ class PreferenceConfig(Config):
         return any(loss.is_reward_model for loss in self.selected_losses)
 
     def default_learning_rate(self, has_adapter: bool) -> float:
-        """Return the default learning rate, which a LoRA adapter needs to be higher for most."""
+        """Return the default learning rate: for LoRA one that is right for every loss."""
         return 1e-5 if has_adapter else max(loss.learning_rate for loss in self.selected_losses)
