@@ -1,7 +1,7 @@
 """The dtypes in which the folders of models hold their weights."""
 
 import json
-from collections import Counter
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ class StoredDtypes:
     """The dtypes of the floating tensors in a model folder.
 
     Attributes:
-        main: the dtype of most weights, which ``config.json`` names.
+        main: the dtype of most tensors, which ``config.json`` names.
         by_name: the dtypes of single tensors. A bfloat16 model may keep the routing biases of its
             experts in float32, for example. All others have the main dtype.
     """
@@ -51,19 +51,17 @@ def stored_dtypes(folder: Path) -> StoredDtypes:
         UserError: if a file of weights cannot be read.
     """
     by_name: dict[str, torch.dtype] = {}
-    elements: Counter[torch.dtype] = Counter()
     for path in weight_files(folder):
         with as_user_error(str(path), first_line), safe_open(path, "pt") as file:
             for name in [*file.keys()]:
                 tensor = file.get_tensor(name)  # is mapped, not read
                 if tensor.is_floating_point() and tensor.element_size() in (2, 4):
                     by_name[name] = tensor.dtype
-                    elements[tensor.dtype] += tensor.numel()
 
     if read_object(folder / "config.json").get("quantization_config"):
         return StoredDtypes(torch.bfloat16)
-    main = max(elements, key=elements.__getitem__, default=torch.float32)
-    return StoredDtypes(main, by_name)
+    dtypes = [*by_name.values()] or [torch.float32]
+    return StoredDtypes(statistics.mode(dtypes), by_name)
 
 
 def check_range(source: Path, weights: Mapping[str, torch.Tensor]) -> None:

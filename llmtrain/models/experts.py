@@ -101,11 +101,7 @@ class ExpertObjective(Objective):
             self.weight = 0.0
             say("experts", "this model class has no balancing loss")
             return
-        say(
-            "experts",
-            f"the routers' balancing loss, times {self.weight:g}, is computed over the global "
-            "batch, which takes one more forward pass per step",
-        )
+        say("experts", f"the balancing loss, times {self.weight:g}, takes a further forward pass")
 
 
 def routed_positions(labels: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """The folder of a finished model, and how to load it: with transformers, peft or torch alone."""
 
+import functools
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -16,10 +17,9 @@ from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import read_object, write_json
 from llmtrain.interfaces.model_bundle import TensorConverter
 from llmtrain.json_types import JsonObject
-from llmtrain.model_folders import as_token_ids, folder_with, is_adapter, weight_files
+from llmtrain.model_folders import as_token_ids, is_adapter, weight_files
 from llmtrain.models.dtypes import DTYPES, StoredDtypes, check_range, with_dtype
 from llmtrain.models.hub_models import causal_lm_classes
-from llmtrain.models.reward import scoring_code
 from llmtrain.models.text_tower import BASE_FILE, BaseTensors
 from llmtrain.parallel.shards import meta_like
 from llmtrain.redaction import redacted
@@ -30,8 +30,21 @@ if TYPE_CHECKING:
 # The key in config.json that names the class of a plain torch module.
 MODULE_CLASS = "torch_module"
 
-# The auto classes of multimodal models.
-MULTIMODAL_CLASSES = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+
+_SCORING_CODE = '''
+
+def score(messages: list[dict[str, str]]) -> float:
+    """Return the score of the last message, an answer to the messages before it."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    text = text.rstrip()  # ends with the token that ends the answer
+    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    return model(input_ids=inputs.input_ids).logits.item()
+
+
+question = {"role": "user", "content": "What is the capital of France?"}
+answer = {"role": "assistant", "content": "It is Paris."}
+print(score([question, answer]))
+'''
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,7 @@ class ModelFiles:
         weights_name: the name of the file with the weights.
         may_split_weights: whether the weights may be split over several files.
         library: the library that loads the folder, as the hub calls it.
+        kind: what the folder holds, for the title of the model card.
     """
 
     config: JsonObject
@@ -71,6 +85,7 @@ class ModelFiles:
     weights_name: ClassVar[str] = "model.safetensors"
     may_split_weights: ClassVar[bool] = True
     library: ClassVar[str] = "transformers"
+    kind: ClassVar[str] = "model"
 
     def finished(self, dtype: str) -> "ModelFiles":
         """Return the files of the finished model's folder, which holds all tensors.
@@ -113,7 +128,14 @@ class ModelFiles:
 
     def card(self, parameters: int) -> str:
         """Return the model card, in the form that the hub reads."""
-        hub_lines = self.task_line()
+        hub_lines = f"library_name: {self.library}\n"
+        is_reward_model = gives_scores(self.config)
+        class_name = module_class_of(self.config)
+        if not class_name:
+            class_name = self.config["architectures"][0]
+            task = "text-classification" if is_reward_model else "text-generation"
+            hub_lines += f"pipeline_tag: {task}\n"
+
         origin = "Trained"
         if self.base and Path(self.base).exists():
             folder = Path(self.base).resolve()
@@ -125,47 +147,28 @@ class ModelFiles:
 
         vocabulary = f", vocabulary {len(self.tokenizer):,}" if self.tokenizer is not None else ""
         loss_line = f"Training loss: {self.loss}.\n\n" if self.loss else ""
+        code = self.loading_code()
+        if is_reward_model and self.tokenizer is not None:
+            stop_token_ids = as_token_ids(self.generation.get("eos_token_id"))
+            code += scoring_code(self.tokenizer, stop_token_ids)
         return (
-            f"---\nlibrary_name: {self.library}\n{hub_lines}tags: [llmtrain]\n---\n\n"
-            f"# {self.title(parameters)}\n\n"
+            f"---\n{hub_lines}tags: [llmtrain]\n---\n\n"
+            f"# {class_name}, a {self.kind} of {parameters:,} parameters\n\n"
             f"{origin} with llmtrain on {self.trained_on}{vocabulary}.\n\n{loss_line}"
             '```python\nFOLDER = "."  # this folder; if you run the code elsewhere, its path\n\n'
-            f"{self.loading_code()}```\n"
+            f"{code}```\n"
         )
 
-    def task_line(self) -> str:
-        """Return the line of the model card that names the task of the model; empty if unknown."""
-        task = "text-classification" if gives_scores(self.config) else "text-generation"
-        return f"pipeline_tag: {task}\n"
-
-    def title(self, parameters: int) -> str:
-        """Return the title of the model card."""
-        kind = self.config["model_type"]
-        if gives_scores(self.config):
-            return f"A reward model of {parameters:,} parameters, a {kind} that scores answers"
-        return f"A {kind} of {parameters:,} parameters"
-
     def loading_code(self) -> str:
-        """Return Python code that loads the model from the folder ``FOLDER``.
-
-        The code of a reward model also scores an answer.
-        """
+        """Return Python code that loads the model from the folder ``FOLDER``."""
         auto_class = auto_class_of(self.config)
         code = f"model = {auto_class}.from_pretrained(FOLDER)\n"
         if self.tokenizer is None:
             return f"from transformers import {auto_class}\n\n{code}"
-        code = (
+        return (
             f"from transformers import {auto_class}, AutoTokenizer\n\n{code}"
             "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
         )
-        if gives_scores(self.config):
-            code += self.scoring_code()
-        return code
-
-    def scoring_code(self) -> str:
-        """Return Python code that scores an answer with the reward model that was loaded."""
-        stop_token_ids = as_token_ids(self.generation.get("eos_token_id"))
-        return scoring_code(self.tokenizer, stop_token_ids) if self.tokenizer is not None else ""
 
     # --- the tensors
 
@@ -233,14 +236,7 @@ class ModuleFiles(ModelFiles):
 
     may_split_weights: ClassVar[bool] = False
     library: ClassVar[str] = "pytorch"
-
-    def task_line(self) -> str:
-        """Return nothing: a module may do anything."""
-        return ""
-
-    def title(self, parameters: int) -> str:
-        """Return the title of the model card."""
-        return f"{self.config[MODULE_CLASS]}, a torch module of {parameters:,} parameters"
+    kind: ClassVar[str] = "torch module"
 
     def loading_code(self) -> str:
         """Return Python code that loads the weights from the folder ``FOLDER`` into the module."""
@@ -321,15 +317,9 @@ def how_to_load(folder: Path) -> str:
     if module_class:
         weights = folder / ModuleFiles.weights_name
         return f'safetensors.torch: load_model({module_class}(...), "{weights}")'
-    if not is_adapter(folder):
-        return f"transformers: {auto_class_of(config)}.from_pretrained"
-
-    base = str(config.get("base_model_name_or_path"))
-    base_folder = folder_with(base, "config.json", config.get("revision") or "main")
-    base_class = auto_class_of(read_object(base_folder / "config.json"))
-    if base_class in MULTIMODAL_CLASSES:  # which no class of peft loads in full
-        return f"peft: PeftModel.from_pretrained({base_class}.from_pretrained(BASE), FOLDER)"
-    return f"peft: {auto_peft_class(config)}.from_pretrained"
+    if is_adapter(folder):
+        return "peft: PeftModel.from_pretrained(BASE, FOLDER)"
+    return f"transformers: {auto_class_of(config)}.from_pretrained"
 
 
 def folder_config(folder: Path) -> JsonObject:
@@ -359,16 +349,6 @@ def auto_class_of(config: JsonObject) -> str:
     return names[1] if names is not None else "AutoModelForCausalLM"
 
 
-def auto_peft_class(config: JsonObject) -> str:
-    """Return the class of peft that loads an adapter with its base.
-
-    Args:
-        config: the adapter's, or that of its model.
-    """
-    kind = "SequenceClassification" if gives_scores(config) else "CausalLM"
-    return f"AutoPeftModelFor{kind}"
-
-
 def gives_scores(config: JsonObject) -> bool:
     """Return whether a model is a reward model, which scores answers and writes none.
 
@@ -377,3 +357,35 @@ def gives_scores(config: JsonObject) -> bool:
     """
     architectures = "".join(config.get("architectures") or ())
     return config.get("task_type") == "SEQ_CLS" or "ForSequenceClassification" in architectures
+
+
+# --- reward models
+
+
+def scoring_code(tokenizer: "PreTrainedTokenizerFast", stop_token_ids: Collection[int]) -> str:
+    """Return code for the model card that scores an answer as training did.
+
+    A reward model is trained to score an answer at the token that ends it. Transformers scores the
+    last token of its input that does not pad. The two differ if the chat template writes a newline
+    after that token.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        stop_token_ids: the tokens at which an answer ends, besides EOS.
+
+    Returns:
+        Code that uses the variables ``model`` and ``tokenizer``. It is empty if there is no chat
+        template, or if the code would build another text than training did.
+    """
+    question = {"role": "user", "content": "What is the capital of France?"}
+    answer = {"role": "assistant", "content": "It is Paris."}
+    render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
+    try:
+        prompt = str(render([question], add_generation_prompt=True))
+        text = str(render([question, answer])).rstrip()
+    except Exception:  # a template can raise any error, and there may be none
+        return ""
+
+    last_token = tokenizer(text, add_special_tokens=False).input_ids[-1]
+    is_end = last_token in {tokenizer.eos_token_id, *stop_token_ids}
+    return _SCORING_CODE if is_end and text.startswith(prompt) else ""

@@ -80,15 +80,9 @@ class TextModel:
         folder = Path(name)
         # If `name` is a hub name, there is no such file, and read_object returns an empty object.
         config = folder_config(folder)
-        if module_class_of(config):
+        if module_class_of(config) or gives_scores(config):
             raise UserError(
-                f"{name} holds the weights of {module_class_of(config)}, a torch module that only "
-                f"its own code can load: {how_to_load(folder)}"
-            )
-        if gives_scores(config):
-            raise UserError(
-                f"{name} is a reward model, which scores answers and cannot write text; "
-                "name a causal LM."
+                f"{name} cannot write text ({how_to_load(folder)}); name a causal language model."
             )
 
         self.tokenizer = tokenizer_of(name)

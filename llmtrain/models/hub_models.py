@@ -1,8 +1,10 @@
 """Models in a folder or on the hub: loading one, its files, and its commit."""
 
 import contextlib
+import copy
 import hashlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -11,12 +13,20 @@ from llmtrain.errors import UserError, as_user_error
 from llmtrain.file_digests import file_digest
 from llmtrain.files import read_object
 from llmtrain.json_types import JsonObject
-from llmtrain.model_folders import ADAPTER_WEIGHTS, DATA_ONLY, check_model_files, is_adapter
+from llmtrain.model_folders import (
+    ADAPTER_WEIGHTS,
+    DATA_ONLY,
+    check_model_files,
+    is_adapter,
+    vocabulary_of,
+)
 from llmtrain.models.configuration import refuse_hub_attention
 from llmtrain.once_per_machine import once_per_machine
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+_RESERVED = re.compile("reserved|unused|place.?holder", re.IGNORECASE)
 
 
 def causal_lm_classes(model_type: str) -> tuple[str, str] | None:
@@ -192,3 +202,37 @@ def check_origin(name: str, origin: JsonObject) -> None:
             f"{name}: the weights are not those that the run began with, though their size and "
             "times are the same; put those back."
         )
+
+
+# --- reward models
+
+
+def with_padding_token(
+    tokenizer: "PreTrainedTokenizerFast", stop_token_ids: Collection[int], vocabulary: int
+) -> "PreTrainedTokenizerFast":
+    """Return a copy of a tokenizer whose padding token ends no answer.
+
+    Transformers scores the last token of a text that is not the padding token. It is the
+    tokenizer's own one, the unknown token, a reserved token, or the next row of the embedding, if
+    no token has that. If there is no such token, the copy has no padding token, and transformers
+    refuses to score several texts at once.
+
+    Args:
+        tokenizer: the tokenizer.
+        stop_token_ids: the tokens at which an answer ends, besides EOS.
+        vocabulary: the number of rows of the embedding.
+    """
+    added_tokens = sorted(tokenizer.added_tokens_decoder.items())
+    reserved = [token_id for token_id, token in added_tokens if _RESERVED.search(token.content)]
+    candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id, *reserved]
+    unusable = {None, tokenizer.eos_token_id, *stop_token_ids}
+    usable = [token_id for token_id in candidates if token_id not in unusable]
+
+    padded = copy.deepcopy(tokenizer)
+    if usable:
+        padded.pad_token = tokenizer.convert_ids_to_tokens(usable[0])
+    elif vocabulary_of(tokenizer) < vocabulary:
+        padded.add_special_tokens({"pad_token": "<|pad|>"})
+    else:
+        padded.pad_token = None
+    return padded

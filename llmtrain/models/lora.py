@@ -275,6 +275,7 @@ class AdapterFiles(ModelFiles):
     weights_name: ClassVar[str] = ADAPTER_WEIGHTS
     may_split_weights: ClassVar[bool] = False
     library: ClassVar[str] = "peft"
+    kind: ClassVar[str] = "LoRA adapter"
 
     def write_config(self, folder: Path) -> None:
         """Write the adapter's settings with the name of its base, and the origin of that."""
@@ -299,7 +300,7 @@ class AdapterFiles(ModelFiles):
         return cast(dict[str, Tensor], tensors)
 
     def loading_code(self) -> str:
-        """Return Python code that loads the adapter and its base. A reward model also scores."""
+        """Return Python code that loads the adapter and its base."""
         auto_class = auto_class_of(self.config)
         is_reward_model = gives_scores(self.config)
         options = ", num_labels=1" if is_reward_model else ""
@@ -317,9 +318,4 @@ class AdapterFiles(ModelFiles):
         )
         if is_reward_model and self.tokenizer is not None:
             code += "model.config.pad_token_id = tokenizer.pad_token_id  # not that of the base\n"
-            code += self.scoring_code()
         return code
-
-    def title(self, parameters: int) -> str:
-        """Return the title of the model card."""
-        return f"A LoRA adapter of {parameters:,} parameters for a {self.config['model_type']}"

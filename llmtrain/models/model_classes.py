@@ -25,7 +25,6 @@ from llmtrain.models.hub_models import (
     local_folder,
     without_weights,
 )
-from llmtrain.models.reward import check_reward_family, check_score_head
 from llmtrain.models.weight_loading import stored_tensors, tied_but_different
 
 if TYPE_CHECKING:
@@ -93,13 +92,16 @@ def build_model(
 
         model_class: Any = auto_class(model_config)
         if is_reward_model:
-            check_reward_family(type(model_config))
             model_config.num_labels = 1
             model_class = AutoModelForSequenceClassification
         build = functools.partial(model_class.from_config, model_config, **options)
         model = without_weights(build)
         if is_reward_model:
-            check_score_head(model)
+            if not hasattr(model, "score"):
+                raise UserError(
+                    f"--loss_type reward: {type(model).__name__} has no head named score; use a "
+                    "model of another family, such as llama or qwen3."
+                )
         elif name is not None and _is_tied_by_mistake(model, config):
             model_config.tie_word_embeddings = False
             model = without_weights(build)
@@ -165,13 +167,18 @@ def packing_support(config: ModelConfig, *, is_reward_model: bool = False) -> Pa
     Raises:
         UserError: if transformers has no class by which the model could be trained.
     """
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
     model_config = config.known_configuration()
     if model_config is None:
         return None
-    if is_reward_model:
-        check_reward_family(type(model_config))
-    else:
+    if not is_reward_model:
         check_causal_lm_class(config, model_config)
+    elif type(model_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise UserError(
+            "--loss_type reward: transformers has no sequence classification class for "
+            f"{model_config.model_type}; use a model of another family, such as llama or qwen3."
+        )
 
     verdicts: dict[str, str] = json.loads(VERDICTS.read_text(encoding="utf-8"))["classes"]
     class_name, _ = causal_lm_classes(model_config.model_type) or (model_config.model_type, "")

@@ -88,10 +88,7 @@ def robust(answers: Answers, config: PreferenceConfig) -> Tensor:
     """DPO for noisy labels, without bias: Chowdhury et al. 2024, arXiv:2403.00409."""
     margin = _difference(implicit_rewards(answers, config))
     smoothing = config.label_smoothing
-    loss_if_right = -_log_sigmoid(margin)
-    loss_if_swapped = -_log_sigmoid(-margin)
-    unbiased = (1 - smoothing) * loss_if_right - smoothing * loss_if_swapped
-    return unbiased / (1 - 2 * smoothing)
+    return _weighted(margin, 1 - smoothing, -smoothing) / (1 - 2 * smoothing)
 
 
 def hinge(answers: Answers, config: PreferenceConfig) -> Tensor:
@@ -160,10 +157,12 @@ def _difference(values: Tensor) -> Tensor:
 
 def _smoothed(margin: Tensor, config: PreferenceConfig) -> Tensor:
     """Return the logistic loss of a margin, with label smoothing."""
-    smoothing = config.label_smoothing
-    loss_if_right = -_log_sigmoid(margin)
-    loss_if_swapped = -_log_sigmoid(-margin)
-    return (1 - smoothing) * loss_if_right + smoothing * loss_if_swapped
+    return _weighted(margin, 1 - config.label_smoothing, config.label_smoothing)
+
+
+def _weighted(margin: Tensor, right: float, swapped: float) -> Tensor:
+    """Return the weighted sum of the logistic losses of a margin and of its opposite."""
+    return right * -_log_sigmoid(margin) + swapped * -_log_sigmoid(-margin)
 
 
 def _of_labels(reward: Tensor, answers: Answers, config: PreferenceConfig) -> Tensor:

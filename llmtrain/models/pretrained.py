@@ -34,14 +34,13 @@ from llmtrain.models.configuration import is_hub_kernel
 from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
 from llmtrain.models.experts import ExpertObjective, balance_weight, is_mixture_of_experts
 from llmtrain.models.export import ModelFiles, config_values
-from llmtrain.models.hub_models import check_origin, local_folder, origin_of
+from llmtrain.models.hub_models import check_origin, local_folder, origin_of, with_padding_token
 from llmtrain.models.lora import AdapterFiles, add_lora, with_adapter_weights
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.model_classes import build_model
 from llmtrain.models.preference import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.probe import check_model
-from llmtrain.models.reward import with_padding_token
 from llmtrain.models.text_tower import (
     BaseTensors,
     outside_text_tower,

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-from llmtrain.console import note, pluralize, say
+from llmtrain.console import pluralize, say
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.files import read_object, write_json
 from llmtrain.json_types import JsonObject
@@ -39,14 +39,15 @@ _PROCESSOR_FILES = "*processor_config.json"
 def outside_text_tower(model: "PreTrainedModel") -> dict[str, list[str]]:
     """Return the modules of a model that text does not pass through, such as a vision tower.
 
-    The text tower is the module that ``config.get_text_config()`` describes. A head is outside the
-    base model, and belongs to the text.
+    A head is outside the base model, and belongs to the text.
 
     Returns:
         The names of the parameters of each module, by the name of the module. It is empty if the
         model takes only text.
     """
-    used = {*_text_tower(model).parameters()}
+    if model.config.get_text_config() is model.config:
+        return {}
+    used = {*model.get_decoder().parameters()}  # type: ignore[no-untyped-call]
     used |= {*model.parameters()} - {*model.base_model.parameters()}
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is not None:
@@ -57,17 +58,6 @@ def outside_text_tower(model: "PreTrainedModel") -> dict[str, list[str]]:
         [name for name, parameter in names.items() if parameter not in used],
         others=[name for name, parameter in names.items() if parameter in used],
     )
-
-
-def _text_tower(model: "PreTrainedModel") -> nn.Module:
-    from transformers import PreTrainedModel
-
-    text_config = model.config.get_text_config()
-    for module in model.modules():  # outer modules come first
-        if isinstance(module, PreTrainedModel) and module.config is text_config:
-            return module
-    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    return decoder
 
 
 def outermost_modules(names: Iterable[str], others: Iterable[str]) -> dict[str, list[str]]:
@@ -219,23 +209,17 @@ def stored_base_tensors(
             ignored.append(tensor.key)
 
     if ignored:
-        description = (
-            f"{ignored[0]} ({pluralize(len(ignored), 'tensor')} in all): {type(model).__name__} "
-            "does not have them"
-        )
         # The class ignores the scales of quantized weights, too. The finished model has none.
         is_quantized = "quantization_config" in read_object(folder / "config.json")
-        if is_reward_model or is_quantized:
-            say("left out", f"{description}, nor will the finished model")
-        else:
+        is_kept = not is_reward_model and not is_quantized
+        if is_kept:
             untrained += ignored
-            say(
-                "untrained",
-                f"{description}; the finished model has them as they were, so they no longer "
-                "match its other weights",
-            )
-    if outside_text and not [*folder.glob(_PROCESSOR_FILES)]:
-        note(f"{name} has no {_PROCESSOR_FILES}, so the finished model has no processor either")
+        outcome = "has them as they were" if is_kept else "does not have them either"
+        say(
+            "untrained" if is_kept else "left out",
+            f"{ignored[0]} ({pluralize(len(ignored), 'tensor')} in all): {type(model).__name__} "
+            f"does not have them; the finished model {outcome}",
+        )
     if not untrained:
         return None
     base = str(folder.resolve()) if Path(name).is_dir() else name
