@@ -90,12 +90,10 @@ def cast_weights(model: nn.Module, dtype: torch.dtype, with_frozen: bool = False
         dtype: the dtype of all weights that are trained.
         with_frozen: whether frozen weights get it, too. Quantized ones stay as they are.
     """
-    for parameter in [*model.parameters()]:
+    for parameter in model.parameters():
         is_quantized = not parameter.is_floating_point() or parameter.element_size() == 1
-        is_cast = parameter.requires_grad or (with_frozen and not is_quantized)
-        if is_cast and parameter.dtype != dtype:
-            cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, cast)  # type: ignore[no-untyped-call]
+        if parameter.requires_grad or (with_frozen and not is_quantized):
+            parameter.data = parameter.data.to(dtype)
 
 
 def with_dtype(config: JsonObject, dtype: torch.dtype) -> JsonObject:

@@ -39,11 +39,6 @@ def score(messages: list[dict[str, str]]) -> float:
     text = text.rstrip()  # ends with the token that ends the answer
     inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     return model(input_ids=inputs.input_ids).logits.item()
-
-
-question = {"role": "user", "content": "What is the capital of France?"}
-answer = {"role": "assistant", "content": "It is Paris."}
-print(score([question, answer]))
 '''
 
 
@@ -230,7 +225,6 @@ class ModelFiles:
         return convert if _shapes(converted) == expected_shapes else keep_name
 
 
-@dataclass(frozen=True)
 class ModuleFiles(ModelFiles):
     """The folder of a plain torch module, which only its own class can load."""
 

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from llmtrain.errors import UserError, as_user_error
-from llmtrain.model_folders import (
-    as_token_ids,
-    is_adapter,
-    stop_token_ids,
-    tokenizer_of,
-)
+from llmtrain.model_folders import as_token_ids, is_adapter, stop_token_ids, tokenizer_of
 from llmtrain.models.adapters import adapted_model
 from llmtrain.models.export import folder_config, gives_scores, how_to_load, module_class_of
 from llmtrain.models.hub_models import load_pretrained

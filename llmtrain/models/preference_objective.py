@@ -51,9 +51,8 @@ class PreferenceObjective(Objective):
         is_pair = answers.tokens[:, 0] > 0
 
         # The formulas need numbers for a missing answer, too.
-        if not self.config.is_reward_model:
-            answers = answers._replace(logps=answers.logps.where(answers.tokens > 0, -1))
-        answers = answers._replace(tokens=answers.tokens.clamp(min=1), **extra)
+        logps = answers.logps.where(answers.tokens > 0, -1)
+        answers = answers._replace(logps=logps, tokens=answers.tokens.clamp(min=1), **extra)
 
         losses = self.config.selected_losses
         weights = self.config.loss_weights or [1.0] * len(losses)

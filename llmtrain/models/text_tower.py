@@ -6,8 +6,7 @@ finished model gets both from the files of the base, byte by byte.
 """
 
 import shutil
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,17 +35,17 @@ _PROCESSOR_FILES = "*processor_config.json"
 # --- the modules that text does not pass through
 
 
-def outside_text_tower(model: "PreTrainedModel") -> dict[str, list[str]]:
+def outside_text_tower(model: "PreTrainedModel") -> list[str]:
     """Return the modules of a model that text does not pass through, such as a vision tower.
 
     A head is outside the base model, and belongs to the text.
 
     Returns:
-        The names of the parameters of each module, by the name of the module. It is empty if the
-        model takes only text.
+        The names of the modules, or of single parameters. There are none if the model takes only
+        text.
     """
     if model.config.get_text_config() is model.config:
-        return {}
+        return []
     used = {*model.get_decoder().parameters()}  # type: ignore[no-untyped-call]
     used |= {*model.parameters()} - {*model.base_model.parameters()}
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -60,26 +59,26 @@ def outside_text_tower(model: "PreTrainedModel") -> dict[str, list[str]]:
     )
 
 
-def outermost_modules(names: Iterable[str], others: Iterable[str]) -> dict[str, list[str]]:
-    """Group names of tensors by the outermost module that holds none of the ``others``.
+def outermost_modules(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Return the outermost modules that hold some tensors and none of the ``others``.
 
     Args:
         names: names of tensors, with the modules that hold them before each dot.
         others: names of other tensors.
 
     Returns:
-        The names of each module, by the name of the module. A tensor whose module also holds one of
-        the others stands for itself.
+        The names of the modules. A tensor whose module also holds one of the others stands for
+        itself.
     """
     shared_modules: set[str] = set()
     for name in others:
         shared_modules.update(_prefixes(name))
 
-    groups: dict[str, list[str]] = defaultdict(list)
+    modules: list[str] = []
     for name in names:
         module = next((prefix for prefix in _prefixes(name) if prefix not in shared_modules), name)
-        groups[module].append(name)
-    return dict(groups)
+        modules.append(module)
+    return [*dict.fromkeys(modules)]
 
 
 def _prefixes(name: str) -> list[str]:
@@ -88,7 +87,7 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[: depth + 1]) for depth in range(len(parts))]
 
 
-def remove_outside_text(model: "PreTrainedModel", modules: Mapping[str, list[str]]) -> None:
+def remove_outside_text(model: "PreTrainedModel", modules: Collection[str]) -> None:
     """Remove modules or parameters from a model, which has ``None`` in their places afterwards.
 
     Args:
@@ -97,15 +96,15 @@ def remove_outside_text(model: "PreTrainedModel", modules: Mapping[str, list[str
     """
     if not modules:
         return
-    names = [name for names in modules.values() for name in names]
-    count = sum(model.get_parameter(name).numel() for name in names)
+    count = model.num_parameters()
+    for name in modules:
+        owner_name, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(owner_name), own_name, None)
+    count -= model.num_parameters()
     say(
         "text only",
         f"{count:,} parameters are not loaded, as no text meets them: {', '.join(modules)}",
     )
-    for name in modules:
-        owner_name, _, own_name = name.rpartition(".")
-        setattr(model.get_submodule(owner_name), own_name, None)
 
 
 # --- what a finished model gets from its base

@@ -75,7 +75,6 @@ def test_the_code_in_the_card_of_a_reward_model_scores_answers_as_training_does(
     build,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     bundle, rows = build(template)
     expected = scores_in_training(bundle, rows)
@@ -87,10 +86,8 @@ def test_the_code_in_the_card_of_a_reward_model_scores_answers_as_training_does(
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     variables: dict[str, Any] = {}
     monkeypatch.chdir(folder)
-    capsys.readouterr()
     exec(code, variables)
 
-    assert re.fullmatch(r"-?\d\.\d+", capsys.readouterr().out.strip()), "the score of an example"
     score = variables["score"]
     question = {"role": "user", "content": PROMPT}
     scores = [score([question, {"role": "assistant", "content": answer}]) for answer in ANSWERS]
