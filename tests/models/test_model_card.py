@@ -99,8 +99,9 @@ def test_the_card_has_no_scoring_code_if_training_builds_another_text() -> None:
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
     )
+    no_end = prompt_begins_its_reasoning.replace("{{ eos_token }}", "").replace("<think>\n", "")
     tokenizer = byte_tokenizer()
-    for template in (None, prompt_begins_its_reasoning, "{{ raise_exception('no') }}"):
+    for template in (None, prompt_begins_its_reasoning, no_end, "{{ raise_exception('no') }}"):
         tokenizer.chat_template = template
         assert scoring_code(tokenizer, []) == ""
 
