@@ -145,14 +145,30 @@ class MLP(nn.Module):
         return x
 
 
+class LayerNorm(nn.LayerNorm):
+    """A layer norm that sums the gradients of its weights in float32.
+
+    On a CPU, torch sums them in the dtype of the weights.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            return super().forward(x)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weight = self.weight.to(dtype)
+        bias = self.bias.to(dtype)
+        y = F.layer_norm(x.to(dtype), self.normalized_shape, weight, bias, self.eps)
+        return y.to(x.dtype)
+
+
 class Block(nn.Module):
     """Attention and an MLP, each with a norm before it, and added to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.ln_1 = LayerNorm(config.n_embd)
         self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.ln_2 = LayerNorm(config.n_embd)
         self.mlp = MLP(config)
         self.drop = KeyedDropout(config.dropout)
 
@@ -209,7 +225,7 @@ class Transformer(Stack):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.drop = KeyedDropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd)
+        self.ln_f = LayerNorm(config.n_embd)
 
     def forward(self, x: Tensor, keys: Tensor | None, documents: Documents | None = None) -> Tensor:
         """[B, T] -> [B, T, C]."""
