@@ -7,7 +7,7 @@ time nowhere else:
 
 - a model of transformers becomes ``(CausalLM, LlamaForCausalLM)``, for example;
 - its head becomes ``(LossHead, Linear)``, and a convolution of LFM2 a ``ShortConvolution``;
-- a custom model of the user becomes ``(CustomModel, Own, DerivedMethods)``.
+- a custom model of the user becomes ``(CustomModel, Own)``, with methods that it lacks.
 
 The models of this package inherit from :class:`TrainableModel`, and need no other class.
 """
@@ -94,51 +94,57 @@ class CustomModel(TrainableModel):
         return self.own_forward(input_ids, **columns)
 
 
-class DerivedMethods:
-    """Methods of the protocol that follow from the ``forward`` of a custom model.
+# --- methods of the protocol that follow from the forward of a custom model
 
-    They come after the model's own class, so a method that the user has written is called instead.
+
+def _derived_nll(
+    model: Any,
+    input_ids: Tensor,
+    labels: Tensor,
+    *,
+    target_positions: Tensor | None = None,
+    per_target: bool = False,
+    **columns: Any,
+) -> Tensor:
+    if not per_target:
+        loss: Tensor = model.loss_or_outputs(input_ids, labels, **columns)
+        return loss
+    logits = _derived_logits(model, input_ids, **columns)
+    return nll_of_logits(logits, labels, target_positions, per_target)
+
+
+def _derived_logits(model: Any, input_ids: Tensor, **columns: Any) -> Tensor:
+    """Return the logits [B, T - 1, V] that ``forward`` returns if it gets no labels.
+
+    The last token of each row is left out, and the last position of every column [B, T].
+
+    Raises:
+        UserError: if ``forward`` only returns a loss.
     """
+    if not model.gives_outputs:
+        raise UserError(
+            f"{model.own_class.__name__} only returns a loss, and logits are needed; give the "
+            "parameter `labels` of its forward the default None, and return logits then."
+        )
+    inputs = Batch(columns, labels=None)
+    for name, column in inputs.items():
+        if isinstance(column, Tensor) and column.shape[:2] == input_ids.shape:
+            inputs[name] = inputs_of(column)
+    output = model.loss_or_outputs(inputs_of(input_ids), **inputs)
+    logits: Tensor = getattr(output, "logits", output)
+    return logits
 
-    def nll(
-        self: Any,
-        input_ids: Tensor,
-        labels: Tensor,
-        *,
-        target_positions: Tensor | None = None,
-        per_target: bool = False,
-        **columns: Any,
-    ) -> Tensor:
-        if not per_target:
-            loss: Tensor = self.loss_or_outputs(input_ids, labels, **columns)
-            return loss
-        logits = self.logits(input_ids, **columns)
-        return nll_of_logits(logits, labels, target_positions, per_target)
 
-    def logits(self: Any, input_ids: Tensor, **columns: Any) -> Tensor:
-        """Return the logits [B, T - 1, V] that ``forward`` returns if it gets no labels.
+def _derived_logits_at(model: Any, positions: Tensor, input_ids: Tensor, **columns: Any) -> Tensor:
+    logits = _derived_logits(model, input_ids, **columns)
+    return logits.flatten(0, 1).index_select(0, positions).float()
 
-        The last token of each row is left out, and the last position of every column [B, T].
 
-        Raises:
-            UserError: if ``forward`` only returns a loss.
-        """
-        if not self.gives_outputs:
-            raise UserError(
-                f"{self.own_class.__name__} only returns a loss, and logits are needed; give the "
-                "parameter `labels` of its forward the default None, and return logits then."
-            )
-        inputs = Batch(columns, labels=None)
-        for name, column in inputs.items():
-            if isinstance(column, Tensor) and column.shape[:2] == input_ids.shape:
-                inputs[name] = inputs_of(column)
-        output = self.loss_or_outputs(inputs_of(input_ids), **inputs)
-        logits: Tensor = getattr(output, "logits", output)
-        return logits
-
-    def logits_at(self: Any, positions: Tensor, input_ids: Tensor, **columns: Any) -> Tensor:
-        logits: Tensor = self.logits(input_ids, **columns)
-        return logits.flatten(0, 1).index_select(0, positions).float()
+_DERIVED_METHODS = {
+    "nll": _derived_nll,
+    "logits": _derived_logits,
+    "logits_at": _derived_logits_at,
+}
 
 
 def nll_of_logits(
@@ -155,39 +161,41 @@ def nll_of_logits(
 def make_trainable(model: nn.Module) -> nn.Module:
     """Let objectives compute inside the ``forward`` of any model, which is changed in place.
 
+    Its own methods and modules stay, such as a layer that is called ``logits``.
+
     Raises:
-        UserError: if the model has a module with the name of a method that objectives call.
+        UserError: if the model uses the name ``nll`` for something else than a method.
     """
     if isinstance(model, TrainableModel):
         return model
 
-    for name in ("nll", "logits", "logits_at"):
-        own = getattr(model, name, None)
-        if own is not None and not inspect.ismethod(own):
-            raise UserError(
-                f"{type(model).__name__}.{name} is another thing than the method {name} that an "
-                "objective calls; rename it."
-            )
+    if hasattr(model, "nll") and not inspect.ismethod(model.nll):
+        raise UserError(
+            f"{type(model).__name__}.nll is another thing than the method nll(input_ids, labels) "
+            "that an objective calls; rename it."
+        )
 
     parameters = inspect.signature(model.forward).parameters
     labels = parameters.get("labels")
     takes_any_name = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
-    put_in_front(CustomModel, model, behind=(DerivedMethods,))
+    missing = tuple(name for name in _DERIVED_METHODS if not hasattr(model, name))
+    put_in_front(CustomModel, model, derived=missing)
     custom_model = cast(CustomModel, model)
     custom_model.gives_outputs = labels is None or labels.default is not labels.empty
     custom_model.takes_position_ids = takes_any_name or "position_ids" in parameters
     return custom_model
 
 
-def put_in_front(mixin: type, module: nn.Module, behind: tuple[type, ...] = ()) -> None:
+def put_in_front(mixin: type, module: nn.Module, derived: tuple[str, ...] = ()) -> None:
     """Give a module a subclass of its own class, in which the methods of ``mixin`` come first.
 
-    Methods of ``behind`` are called if the own class lacks them.
+    It also gets some of the derived methods of custom models, by their names.
     """
-    module.__class__ = _with_mixin(mixin, type(module), behind)  # type: ignore[arg-type]
+    module.__class__ = _with_mixin(mixin, type(module), derived)  # type: ignore[arg-type]
 
 
 @functools.cache  # compiled code is made anew for every class
-def _with_mixin(mixin: type, own_class: type, behind: tuple[type, ...]) -> type:
-    return type(own_class.__name__, (mixin, own_class, *behind), {"own_class": own_class})
+def _with_mixin(mixin: type, own_class: type, derived: tuple[str, ...]) -> type:
+    methods = {name: _DERIVED_METHODS[name] for name in derived}
+    return type(own_class.__name__, (mixin, own_class), {"own_class": own_class, **methods})

@@ -135,12 +135,22 @@ def test_methods_and_modules_of_the_user_stay_what_they_are() -> None:
     assert model.logits_at(torch.tensor([0]), **batch_of(model, packed=False)) == "mine"
 
 
-@pytest.mark.parametrize("name", ["nll", "logits"])
-def test_a_model_that_uses_the_name_of_a_method_for_a_module_is_refused(name: str) -> None:
+def test_a_model_that_uses_the_name_nll_for_something_else_is_refused() -> None:
     model = Recurrent()
-    model.add_module(name, nn.NLLLoss())
-    with pytest.raises(UserError, match=rf"Recurrent\.{name} is another thing .*; rename it\."):
+    model.nll = nn.NLLLoss()
+    with pytest.raises(UserError, match=r"Recurrent\.nll is another thing .*; rename it\."):
         make_trainable(model)
+
+
+def test_a_layer_may_be_called_logits() -> None:
+    model = Recurrent()
+    model.logits = nn.Linear(2, 2)
+    trained: Any = make_trainable(model)
+    assert isinstance(trained.logits, nn.Linear)
+    batch = batch_of(trained, packed=False)
+    labels = batch["input_ids"]
+    nll = trained.nll(batch["input_ids"], labels, per_target=True)
+    torch.testing.assert_close(nll.sum(), trained(batch["input_ids"], labels))
 
 
 def test_a_model_that_only_returns_a_loss_has_no_logits() -> None:
