@@ -20,6 +20,7 @@ from llmtrain.model_folders import (
     ADAPTER_WEIGHTS,
     DATA_ONLY,
     folder_beside,
+    is_adapter,
     tokenizer_of,
     vocabulary_of,
 )
@@ -197,6 +198,11 @@ def base_of(adapter: Path) -> tuple[str, str]:
             f"{adapter} does not name the model that it adapts; set base_model_name_or_path in "
             "adapter_config.json."
         )
+    if is_adapter(Path(str(base))):
+        raise UserError(
+            f"{adapter} adapts {base}, which is an adapter, too; merge that into its base first: "
+            f"llmtrain export {base} --merge."
+        )
     return str(base), str(settings.get("revision") or "main")
 
 
@@ -329,7 +335,9 @@ def _load_adapter(model: "PreTrainedModel", adapter: Path, is_trained: bool) -> 
     ):
         import peft
 
-        settings = peft.PeftConfig.from_pretrained(str(adapter))
+        settings: Any = peft.PeftConfig.from_pretrained(str(adapter))
+        if settings.is_prompt_learning and not is_trained:
+            return peft.PeftModel.from_pretrained(model, str(adapter))
         settings.inference_mode = False
         adapted: PeftModel = peft.get_peft_model(model, settings)
         names = [name for name, tensor in adapted.named_parameters() if tensor.requires_grad]

@@ -180,6 +180,7 @@ def parse_overrides(text: str) -> dict[str, Any]:
     values: object = None
     with contextlib.suppress(yaml.YAMLError):
         values = yaml.load("{" + text.replace("=", ": ") + "}", Loader=_OverridesLoader)
-    if not isinstance(values, dict):
-        raise UserError(f"--config_overrides {text}: write key=value,key=value.")
+    has_empty_value = re.search(r"=\s*(,|$)", text)
+    if not isinstance(values, dict) or len(values) != text.count("=") or has_empty_value:
+        raise UserError(f"--config_overrides {text}: write key=value,key=value, each key once.")
     return values

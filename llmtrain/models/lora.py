@@ -139,10 +139,10 @@ def _with_experts(
     convert_peft_config_for_transformers(converted, model=model, conversions=None)
     targets = cast(Collection[str], settings.target_modules)
     remaining = cast(Collection[str], converted.target_modules)
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    heads = {model.get_output_embeddings(), getattr(model, "score", None)}  # type: ignore[no-untyped-call]
     parameters = [*experts]
     for name, module in model.named_modules():
-        if type(module) is not nn.Linear or module is head or remaining == "all-linear":
+        if type(module) is not nn.Linear or module in heads or remaining == "all-linear":
             continue
         is_target = targets == "all-linear" or any(_matches(target, name) for target in targets)
         if is_target and not any(_matches(target, name) for target in remaining):

@@ -319,7 +319,7 @@ class PreferenceConfig(Config):
     )
 
     def __post_init__(self) -> None:
-        for name in self.loss_type:
+        for name in self.loss_type or [""]:
             if name not in self.losses:
                 raise UserError(
                     f"--loss_type {name} does not exist; use one of {', '.join(self.losses)}."
@@ -329,8 +329,11 @@ class PreferenceConfig(Config):
                 f"--loss_weights has {len(self.loss_weights)} values and --loss_type "
                 f"{len(self.loss_type)}; give one weight for each loss."
             )
+        for weight in self.loss_weights:
+            if not 0 < weight < math.inf:
+                raise UserError(f"--loss_weights {weight} is out of range: it must be above 0.")
         kinds = {(loss.is_unpaired, loss.is_reward_model) for loss in self.selected_losses}
-        if len(kinds) > 1:
+        if len(kinds) > 1 or (self.is_reward_model and len(self.loss_type) > 1):
             raise UserError(
                 f"{self.loss_flags} adds losses of pairs, of single answers or of reward models to "
                 "each other; use losses of one kind."

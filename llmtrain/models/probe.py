@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line, is_out_of_memory
@@ -107,24 +107,26 @@ def _choose_attention(model: CausalLM) -> None:
 def _head_is_linear(model: CausalLM) -> bool:
     """Return whether logits are the head's output for the last hidden states.
 
-    A known softcap may follow. To find any other operation, the output of the head is scaled to
-    numbers up to 100, which another cap would change.
+    A known softcap may follow. The output of the head is also made a thousand times larger, because
+    another cap may change only large numbers.
     """
     ids = example_tokens(model, 1, probe_length(model))
     arguments = own_arguments(model, ids, positions=None, documents=None)
-
-    def scaled(_: nn.Module, __: object, output: Tensor) -> Tensor:
-        return output * (100 / output.abs().max().clamp(min=1e-6))
+    head: Any = head_of(model)
 
     def own_logits(model: CausalLM, _: Batch) -> Tensor:
         logits: Tensor = model.own_forward(**arguments).logits
         return logits
 
-    head: Any = head_of(model)
-    with head.register_forward_hook(scaled):
-        logits_of_head = output_for(model, arguments)
-        logits = model(ids, compute=own_logits)
-    return logits.shape == logits_of_head.shape and not differ(logits, logits_of_head)
+    # Ranks that share a model make every pass together.
+    verdicts = []
+    for scale in (1.0, 1000.0):
+        with head.register_forward_hook(lambda _, __, output, scale=scale: output * scale):
+            logits_of_head = output_for(model, arguments)
+            logits = model(ids, compute=own_logits)
+        has_same_shape = logits.shape == logits_of_head.shape
+        verdicts.append(has_same_shape and not differ(logits, logits_of_head))
+    return all(verdicts)
 
 
 def leaks(model: CausalLM) -> bool:

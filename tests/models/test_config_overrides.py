@@ -56,9 +56,19 @@ def test_heads_of_a_model_follow_only_if_they_divided_its_width(
     assert head_dim_of(str(tmp_path), overrides) == expected
 
 
-def test_overrides_of_another_form_are_refused_before_the_data_are_read() -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "hidden_size=[8",
+        "pad_token_id=null,hidden_size=",
+        "n=8,hidden_size=1,n=2",
+        "hidden_size",
+        "1",
+    ],
+)
+def test_overrides_of_another_form_are_refused_before_the_data_are_read(overrides: str) -> None:
     with pytest.raises(UserError, match="write key=value,key=value"):
-        ModelConfig(from_config="llama", config_overrides="hidden_size=[8")
+        ModelConfig(from_config="llama", config_overrides=overrides)
 
 
 def test_from_config_may_be_a_folder_unless_it_is_the_name_of_a_model_type(

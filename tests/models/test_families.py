@@ -160,6 +160,18 @@ def test_a_softcap_by_another_name_that_changes_only_large_logits_is_noticed(loa
     assert not load("recurrent_gemma", config_overrides=sizes).model.head_is_linear
 
 
+def test_a_scale_before_the_head_is_noticed(load):
+    """The head of MiniCPM3 gets the hidden states, divided by a number of its configuration."""
+    bundle = load("minicpm3", config_overrides="dim_model_base=16")
+    assert not bundle.model.head_is_linear
+    ids = torch.arange(1, 21).view(2, 10)
+    logits = bundle.model.own_forward(input_ids=ids, use_cache=False).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum"
+    )
+    assert float(bundle.model(ids, labels=ids)) == pytest.approx(float(expected), rel=1e-5)
+
+
 # --- packed documents
 
 

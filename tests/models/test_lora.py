@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -268,6 +269,18 @@ def test_all_linear_trains_exports_and_merges_every_expert(adapt, family, tmp_pa
         for after, before in zip(merged_weights[name], base_weights[name], strict=True):
             assert not torch.equal(after, before), name
     assert not [warning for warning in recwarn if "pattern" in str(warning.message)]
+
+
+def test_a_reward_model_with_experts_trains_its_head_in_full(bases, load):
+    model = load(
+        lt.ModelConfig(str(bases("mixtral")), max_length=64),
+        lt.LoraConfig(lora_r=2),
+        preference=lt.PreferenceConfig(loss_type=["reward"]),
+        metadata=SimpleNamespace(dataset="pairs", pairs=1, shared=False),
+    ).model
+    names = trained_parameters(model).keys()
+    assert [name for name in names if "score" in name] == ["score.modules_to_save.default.weight"]
+    assert any(".experts." in name for name in names)
 
 
 def test_a_parameter_of_experts_can_be_a_target(adapt):
