@@ -32,7 +32,7 @@ LogitLoss: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
 # because bits must not depend on the machine. 32 MiB in float32; a GPU wants few large products.
 CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 30}
 # How many of them become their gradient at a time. 2 MiB stay in a processor's cache.
-TILE_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 27}
+TILE_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 # Fast kernels of GPUs need rows of logits that begin at multiples of so many bytes. Otherwise the
 # vocabulary is padded to a multiple of so many tokens.
