@@ -210,22 +210,25 @@ class _LinearLoss(torch.autograd.Function):
             all_logits = logits if len(logits) == len(hidden) else None
             ctx.save_for_backward(all_logits, hidden, weight, bias)
         else:
-            ctx.save_for_backward(*gradients)
+            # Not saved: autograd would keep them to the end of the backward pass, and so copy them.
+            ctx.gradients = gradients
         return torch.cat(values) if per_target else torch.stack([v.sum() for v in values]).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.saved_tensors
         if ctx.is_deferred:
             all_logits, hidden, weight, bias = ctx.saved_tensors
             incoming = incoming.expand(len(hidden))
             _, gradients, _ = ctx.compute(incoming, all_logits, hidden, weight, bias)
         else:
+            gradients = ctx.gradients
+            if gradients is None:
+                raise RuntimeError("This loss has one backward pass, which overwrites its gradients.")
+            ctx.gradients = None
             for gradient in gradients:
-                # A copy would take as much memory again. Autograd refuses a second backward pass.
                 if gradient is not None:
-                    gradient.mul_(incoming)
+                    gradient.mul_(incoming)  # a copy would take as much memory again
         return *gradients, None, None, None, None
 
 
