@@ -224,7 +224,7 @@ class _LinearLoss(torch.autograd.Function):
         else:
             gradients = ctx.gradients
             if gradients is None:
-                raise RuntimeError("This loss has one backward pass, which overwrites its gradients.")
+                raise RuntimeError("this loss allows one backward pass, and this is the second")
             ctx.gradients = None
             for gradient in gradients:
                 if gradient is not None:

@@ -249,7 +249,7 @@ def test_the_bits_are_the_same_each_time() -> None:
 def test_a_second_backward_pass_is_refused() -> None:
     nll = linear_nll(*make_example(bias=True))
     nll.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation|one backward pass"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|one backward pass"):
         nll.backward()
 
 
