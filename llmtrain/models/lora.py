@@ -137,17 +137,20 @@ def _with_experts(
 
     converted = copy.deepcopy(settings)
     convert_peft_config_for_transformers(converted, model=model, conversions=None)
+    if converted.target_modules == "all-linear":
+        return replace(settings, target_parameters=experts)
+
     targets = cast(Collection[str], settings.target_modules)
-    remaining = cast(Collection[str], converted.target_modules)
+    kept_targets = cast(Collection[str], converted.target_modules)
     heads = {model.get_output_embeddings(), getattr(model, "score", None)}  # type: ignore[no-untyped-call]
-    parameters = [*experts]
+    lost_layers = []
     for name, module in model.named_modules():
-        if type(module) is not nn.Linear or module in heads or remaining == "all-linear":
-            continue
+        is_layer = type(module) is nn.Linear and module not in heads
         is_target = targets == "all-linear" or any(_matches(target, name) for target in targets)
-        if is_target and not any(_matches(target, name) for target in remaining):
-            parameters.append(f"{name}.weight")
-    return replace(settings, target_parameters=parameters)
+        is_kept = any(_matches(target, name) for target in kept_targets)
+        if is_layer and is_target and not is_kept:
+            lost_layers.append(f"{name}.weight")
+    return replace(settings, target_parameters=[*experts, *lost_layers])
 
 
 def _check_modules_to_save(model: "PreTrainedModel", config: LoraConfig) -> None:

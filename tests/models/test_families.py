@@ -30,7 +30,7 @@ from llmtrain.interfaces.batches import IGNORED, Batch, count_targets
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.documents import Documents
 from llmtrain.models.lora import add_lora
-from llmtrain.models.probe import leaks, probe_output
+from llmtrain.models.probe import leaks, probe, probe_output
 from llmtrain.models.weight_loading import random_weights
 from llmtrain.parallel.placement import place
 from llmtrain.parallel.shards import fill
@@ -170,6 +170,23 @@ def test_a_scale_before_the_head_is_noticed(load):
         logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum"
     )
     assert float(bundle.model(ids, labels=ids)) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_small_addition_after_the_head_is_noticed(load, monkeypatch):
+    """It would vanish beside the large numbers that show a cap."""
+    model = load("llama").model
+    forward = model.own_class.forward
+    ids = torch.arange(1, 11)[None]
+    largest = float(forward(model, input_ids=ids, use_cache=False).logits.abs().max())
+
+    def forward_with_addition(self, *inputs: Any, **arguments: Any) -> Any:
+        outputs = forward(self, *inputs, **arguments)
+        outputs.logits = outputs.logits + 0.05 * largest
+        return outputs
+
+    monkeypatch.setattr(model.own_class, "forward", forward_with_addition)
+    probe(model)
+    assert not model.head_is_linear
 
 
 # --- packed documents
