@@ -2,8 +2,10 @@
 
 ``python tools/flows.py chat`` prints it for a conversation on its way from JSON to rows on disk,
 and ``python tools/flows.py batch`` for such a row on its way from disk to a tensor.
-``python tools/flows.py model`` prints it for a model from its name to the first loss. ``--list``
-prints the names, too. Comprehensions and lambdas are part of the function that has them.
+``python tools/flows.py model`` prints it for a model from its name to the first loss, ``step`` for
+a training step, from one batch to the next, ``save`` for a checkpoint, the finished model and a
+resume, and ``run`` for a run of six steps. ``--list`` prints the names, too. Comprehensions and
+lambdas are part of the function that has them.
 """
 
 import argparse
@@ -11,10 +13,11 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = str(ROOT / "llmtrain")
@@ -112,12 +115,74 @@ def first_loss(folder: Path) -> Callable[[], Any]:
     return compute
 
 
-FLOWS = {"chat": rows_of_chats, "batch": first_batch, "model": first_loss}
+def six_steps(folder: Path) -> Callable[..., Any]:
+    """Return a function that fine-tunes a small model for six steps, with callbacks."""
+    import llmtrain as lt
+    from recipes import finetune
+    from tests.launching import write_chats
+
+    chats = write_chats(folder / "chats.jsonl", count=40)
+    flags = (
+        f"--from_config llama --tokenizer byte --max_length 128 --dataset {chats} --max_steps 6 "
+        f"--eval_steps 0 --report_to none --output_dir {folder / 'run'}"
+    )
+
+    def run(*more_flags: str, callbacks: Sequence[Any] = ()) -> Any:
+        settings = lt.parse(finetune.DEFAULTS, [*flags.split(), *more_flags])
+        rows = finetune.tokenized(settings)
+        return lt.fit(settings, rows, finetune.build, callbacks=callbacks)
+
+    return run
+
+
+def one_step(folder: Path, passed: Passed) -> None:
+    """Pass a step of a run: from its batch to that of the next step."""
+    import llmtrain as lt
+
+    class Steps(lt.Callback):
+        takes_late_results = True
+
+        def setup(self, training: Any) -> None:
+            self.training = training
+
+        def on_step_begin(self, batch: Any) -> None:
+            if self.training.step == 3:
+                passed.__enter__()
+            elif self.training.step == 4:
+                passed.__exit__()
+
+    six_steps(folder)("--logging_steps", "6", callbacks=[Steps()])
+
+
+def save_and_resume(folder: Path, passed: Passed) -> None:
+    """Pass a save, the writing of a finished model, and what a resumed run does differently."""
+    from llmtrain.training import loop, periodic
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            with passed:
+                return function(*arguments, **keywords)
+
+        return call
+
+    with (
+        mock.patch.object(periodic, "save", watched(periodic.save)),
+        mock.patch.object(periodic, "write_model", watched(periodic.write_model)),
+        mock.patch.object(loop, "restore", watched(loop.restore)),
+    ):
+        run = six_steps(folder)
+        run()
+        named = str(folder / "run" / "checkpoints" / "step-00000006")
+        run("--resume_from_checkpoint", named, "--max_steps", "7", "--learning_rate", "1e-4")
+
+
+FLOWS = {"chat": rows_of_chats, "batch": first_batch, "model": first_loss, "run": six_steps}
+PARTS_OF_RUNS = {"step": one_step, "save": save_and_resume}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("flow", choices=FLOWS)
+    parser.add_argument("flow", choices=[*FLOWS, *PARTS_OF_RUNS])
     parser.add_argument("--list", action="store_true", help="print the names, too")
     arguments = parser.parse_args()
 
@@ -127,8 +192,12 @@ def main() -> None:
     for _ in range(2):
         with tempfile.TemporaryDirectory() as folder:
             os.environ["LLMTRAIN_CACHE"] = str(Path(folder, "cache"))
+            passed = Passed()
+            if arguments.flow in PARTS_OF_RUNS:
+                PARTS_OF_RUNS[arguments.flow](Path(folder), passed)
+                continue
             flow = FLOWS[arguments.flow](Path(folder))
-            with Passed() as passed:
+            with passed:
                 flow()
 
     if arguments.list:
