@@ -40,7 +40,6 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.parallel.config import ParallelConfig as ParallelConfig
     from llmtrain.record.resume import newest_model as newest_model
     from llmtrain.training.fit import fit as fit
-    from llmtrain.training.loop import train as train
     from llmtrain.training.muon import Muon as Muon
     from llmtrain.training.opening import open_run as open_run
     from llmtrain.training.optim import MuonWithAdamW as MuonWithAdamW
@@ -54,6 +53,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.training.start import loaders as loaders
     from llmtrain.training.start import place as place
     from llmtrain.training.start import start as start
+    from llmtrain.training.train import train as train
     from llmtrain.training.weight_average import WeightAverage as WeightAverage
 
 # Each public name and the module that defines it.
@@ -89,7 +89,7 @@ _MODULES = {
     "ParallelConfig": "llmtrain.parallel.config",
     "newest_model": "llmtrain.record.resume",
     "fit": "llmtrain.training.fit",
-    "train": "llmtrain.training.loop",
+    "train": "llmtrain.training.train",
     "Muon": "llmtrain.training.muon",
     "open_run": "llmtrain.training.opening",
     "MuonWithAdamW": "llmtrain.training.optim",

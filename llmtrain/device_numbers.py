@@ -50,17 +50,25 @@ class DeviceScalars:
 
     def __init__(self, scalars: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self._scalars = scalars
-        self._numbers: DeviceNumbers | None = None
+        self._copies: DeviceNumbers | None = None
+        self._numbers: dict[str, float] | None = None
         # Float64 holds any count. MPS lacks it, so its scalars are read one by one.
         if scalars and device.type != "mps":
             values = [scalar.to(device, torch.float64) for scalar in scalars.values()]
-            self._numbers = DeviceNumbers(torch.stack(values))
+            self._copies = DeviceNumbers(torch.stack(values))
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the numbers are on the host."""
+        return self._numbers is not None
 
     def read(self) -> dict[str, float]:
         """Return the numbers, after waiting for the copy."""
-        if self._numbers is None:
-            return {name: scalar.item() for name, scalar in self._scalars.items()}
-        return dict(zip(self._scalars, self._numbers.read(), strict=True))
+        if self._numbers is None and self._copies is None:
+            self._numbers = {name: scalar.item() for name, scalar in self._scalars.items()}
+        elif self._numbers is None:
+            self._numbers = dict(zip(self._scalars, self._copies.read(), strict=True))
+        return self._numbers
 
     def read_tensors(self) -> dict[str, torch.Tensor]:
         """Return the scalars on the host, in their dtypes, after waiting for the copy."""

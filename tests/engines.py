@@ -10,7 +10,7 @@ from llmtrain.interfaces.objective import Objective
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.training.context import LoopContext
+from llmtrain.training.loop import Loop
 from llmtrain.training.periodic import Finish
 from llmtrain.training.run import Run
 
@@ -42,12 +42,5 @@ def finish(run: Run, model: nn.Module) -> None:
     """End a run as the loop does after its last step."""
     run.settings.optim.max_steps = run.step
     unused: Any = None
-    context = LoopContext(
-        run=run,
-        engine=engine_of(run.accelerator, model),
-        optimizer=unused,
-        batches=unused,
-        eval_batches=None,
-        throughput=unused,
-    )
-    Finish(context).on_train_end()
+    loop = Loop(run, engine_of(run.accelerator, model), optimizer=unused, batches=unused)
+    Finish(loop).on_train_end()

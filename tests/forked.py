@@ -28,7 +28,7 @@ IMPORTED = [
     "torch._dynamo",
     "llmtrain.launching.accelerator",
     "llmtrain.launching.process",
-    "llmtrain.training.loop",
+    "llmtrain.training.train",
     "llmtrain.training.summary",
     "llmtrain.data.prepare",
     "llmtrain.models.gpt",

@@ -14,10 +14,8 @@ from torch import nn
 import llmtrain as lt
 from benchmarks.gpu.call import GPTSize
 from benchmarks.gpu.turns import Variant, bytes_of
-from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.blocks import blocks_of
-from llmtrain.training.context import LoopContext
-from llmtrain.training.loop import make_engine, training_steps
+from llmtrain.training.train import make_engine, make_loop
 
 # --- a recipe's loop, with its real run folder, loader, engine, optimizer and callbacks
 
@@ -103,18 +101,10 @@ class RecipeLoop(Variant):
             bundle.model, optimizer, *lt.loaders(run)
         )
         engine = make_engine(run, model)
-        throughput = Throughput(accelerator, engine.unwrapped)
         self.phases.starts = engine.phases.record()
-        self.flops_per_position = throughput.flops_per_token
-        context = LoopContext(
-            run=run,
-            engine=engine,
-            optimizer=optimizer,
-            batches=batches,
-            eval_batches=None,
-            throughput=throughput,
-        )
-        self._steps = training_steps(context)
+        loop = make_loop(run, engine, optimizer, batches)
+        self.flops_per_position = loop.throughput.flops_per_token
+        self._steps = loop.steps()
         next(self._steps)
 
     def step(self) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations  # so that annotations do not import torch
 
 import contextlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.objective import FINISH_VOTE, SAVE_VOTE, LossSums
@@ -13,21 +12,11 @@ from llmtrain.interfaces.part import Part
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from llmtrain.device_numbers import DeviceScalars
 
 # Whether the run goes on, is saved to go on later, or ends as finished. True is "save".
 StopVote: TypeAlias = bool | Literal["save", "finish"]
-
-
-class StepNumbers(NamedTuple):
-    """The numbers of a step, on the host."""
-
-    grad_norm: float  # of the global batch's mean loss, before clipping
-    target_tokens: int  # of the global batch
-    denominator: float  # divides the summed loss of the global batch
-    stop: StopVote  # of all ranks together
 
 
 class StepResult:
@@ -40,8 +29,8 @@ class StepResult:
         sums: see the attribute.
         extra: see the attribute.
         is_skipped: see the attribute.
-        scalars: ``grad_norm``, ``target_tokens``, ``denominator`` and ``stop_votes``, on their way
-            to the host.
+        numbers: ``grad_norm``, ``target_tokens``, ``divisor`` and ``stop_votes``, on their way to
+            the host.
 
     Attributes:
         sums: this rank's sums over its micro-batches.
@@ -56,64 +45,46 @@ class StepResult:
         sums: LossSums,
         extra: Batch,
         is_skipped: torch.Tensor,
-        scalars: DeviceScalars,
+        numbers: DeviceScalars,
     ) -> None:
         self.sums = sums
         self.extra = extra
         self.is_skipped = is_skipped
-        self._scalars = scalars
-        self._numbers: StepNumbers | None = None
+        self._numbers = numbers
 
     @property
     def is_read(self) -> bool:
         """Whether the host has read the numbers."""
-        return self._numbers is not None
+        return self._numbers.is_read
 
     @property
-    def numbers(self) -> StepNumbers:
-        """All numbers."""
-        if self._numbers is None:
-            values = self._scalars.read()
-            self._numbers = StepNumbers(
-                grad_norm=values["grad_norm"],
-                target_tokens=int(values["target_tokens"]),
-                denominator=values["denominator"],
-                stop=_stop_of(values["stop_votes"]),
-            )
-        return self._numbers
+    def grad_norm(self) -> float:
+        """The norm of the gradient of the global batch's mean loss, before clipping."""
+        return self._numbers.read()["grad_norm"]
+
+    @property
+    def target_tokens(self) -> int:
+        """Target tokens of the global batch."""
+        return int(self._numbers.read()["target_tokens"])
+
+    @property
+    def denominator(self) -> float:
+        """What the summed loss of the global batch is divided by; 1 if nothing is counted."""
+        return self._numbers.read()["divisor"]
+
+    @property
+    def stop(self) -> StopVote:
+        """How the ranks want to stop, given the votes of all of them."""
+        votes = self._numbers.read()["stop_votes"]
+        if votes >= SAVE_VOTE:
+            return "save"
+        return "finish" if votes >= FINISH_VOTE else False
 
     def free_batches(self) -> None:
         """Keep only the scalars of ``extra``, so that the next step has the memory of the rest."""
         self.extra = {
             name: value for name, value in self.extra.items() if getattr(value, "ndim", 0) == 0
         }
-
-    @property
-    def grad_norm(self) -> float:
-        """The norm of the gradient of the global batch's mean loss, before clipping."""
-        return self.numbers.grad_norm
-
-    @property
-    def target_tokens(self) -> int:
-        """Target tokens of the global batch."""
-        return self.numbers.target_tokens
-
-    @property
-    def denominator(self) -> float:
-        """What the summed loss of the global batch is divided by; 1 if nothing is counted."""
-        return self.numbers.denominator
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether any rank was asked to stop."""
-        return self.numbers.stop is not False
-
-
-def _stop_of(votes: float) -> StopVote:
-    """Return what the ranks do, given the sum of their votes."""
-    if votes >= SAVE_VOTE:
-        return "save"
-    return "finish" if votes >= FINISH_VOTE else False
 
 
 class StepInfo(NamedTuple):
@@ -133,41 +104,6 @@ class StepInfo(NamedTuple):
         return self.is_last or self.step % every == 0
 
 
-class Training(Protocol):
-    """What a callback may use of a run: see :meth:`Callback.setup`."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The unwrapped model. Under FSDP2, its parameters are DTensors."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, without the wrapper of Accelerate."""
-
-    @property
-    def step(self) -> int:
-        """Steps made so far."""
-
-    @property
-    def max_steps(self) -> int:
-        """Steps of the run."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the run."""
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes files."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the run is over: all steps are made, or something has ended it early."""
-
-    def write_model(self, folder: Path) -> None:
-        """Write the model with its present weights, as Hugging Face loads it; all ranks call it."""
-
-
 class Callback(Part):
     """Watches the training loop, or decides when something is done.
 
@@ -183,8 +119,14 @@ class Callback(Part):
 
     takes_late_results = False
 
-    def setup(self, training: Training) -> None:
-        """Called once, when the model is in its place and before a checkpoint is restored."""
+    def setup(self, training: Any) -> None:
+        """Called once, when the model is in its place and before a checkpoint is restored.
+
+        Args:
+            training: the loop, a :class:`llmtrain.training.loop.Loop`. A callback may keep it, and
+                use its ``model``, ``optimizer``, ``step``, ``max_steps``, ``folder``, ``is_main``,
+                ``is_last`` and ``write_model``.
+        """
 
     def context(self) -> contextlib.AbstractContextManager[object]:
         """Return a context that is open while the loop runs, and closed even after an error."""
@@ -243,8 +185,8 @@ class Callback(Part):
         as its last step would: the run is evaluated, and its finished model is written. One rank's
         vote is enough. If others vote ``"save"`` in the same step, the run is only saved.
 
-        The ranks stop after the step that begins now. With several ranks this may be one step
-        later, because the others learn of it with the numbers of this step.
+        The ranks stop after the step that begins now. With several ranks this is one step later,
+        because the others learn of it with the numbers of this step.
         """
         return False
 

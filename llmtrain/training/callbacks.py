@@ -1,44 +1,44 @@
 """The callbacks of the training loop, in the order in which they are called."""
 
 import contextlib
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+from accelerate.data_loader import DataLoaderShard
 
 from llmtrain.config.flags import configs_of
-from llmtrain.console import note, pluralize
+from llmtrain.console import pluralize
 from llmtrain.data.loader import count_shapes
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.interfaces.model_bundle import can_recompute
-from llmtrain.interfaces.part import as_json, name_of
 from llmtrain.observe.heartbeat import Heartbeat
 from llmtrain.observe.progress import ProgressBar
-from llmtrain.observe.replicas import check_replicas
+from llmtrain.observe.rising_loss import RisingLoss
 from llmtrain.observe.xray import WARM_UP_PHASE, XRay
 from llmtrain.parallel.gradient_syncs import GradientSyncs
+from llmtrain.record.history import as_numbers, read_lines
 from llmtrain.training.compiling import compile_blocks, is_worth_compiling
-from llmtrain.training.context import LoopCallback, LoopContext
+from llmtrain.training.loop import Loop, LoopCallback
+from llmtrain.training.optimizer_state import OptimizerState
 from llmtrain.training.periodic import Checkpoints, Evaluation, Finish, Samples
-from llmtrain.training.run_state import compare_states, flat_states
 from llmtrain.training.step_log import Logging, RowLedger
 
-_WATCHED_STEPS = 10  # after which the fields of parts are compared with what they were
-_COMPARE_STEPS = 100  # steps between two comparisons of the replicas, besides those at checkpoints
 
-
-def loop_callbacks(context: LoopContext) -> list[Callback]:
+def loop_callbacks(
+    loop: Loop, optimizer_state: OptimizerState, eval_batches: DataLoaderShard | None
+) -> list[Callback]:
     """Return the callbacks that a run needs, in the order in which they are called.
 
     Those of the user come before them.
     """
-    run = context.run
-    engine = context.engine
+    run = loop.run
+    engine = loop.engine
     settings = run.settings
     syncs = None
 
     callbacks: list[Callback] = [
-        context.throughput,
+        loop.throughput,
         Heartbeat(
             run.ranks,
             engine.phases,
@@ -47,34 +47,32 @@ def loop_callbacks(context: LoopContext) -> list[Callback]:
             on_failure=run.record_failure,
         ),
         ProgressBar(
-            shown=run.ranks.is_main,
+            shown=loop.is_main,
             step=run.step,
-            max_steps=settings.optim.max_steps,
+            max_steps=loop.max_steps,
             every_entry=settings.log.is_set("logging_steps"),
         ),
-        MemoryAdvice(context),
-        StatelessParts(context),
-        WarmUp(context),
+        MemoryAdvice(loop),
+        WarmUp(loop),
     ]
     if settings.log.log_rows:
         # It counts from the beginning of a step, so it comes after those that make passes there.
         syncs = GradientSyncs(engine.model)
         callbacks.append(syncs)
-        callbacks.append(RowLedger(context))
+        callbacks.append(RowLedger(loop))
 
-    # Replicas are compared before a checkpoint is made of them, and a step is logged before the
-    # evaluation that follows it.
-    callbacks.append(CompareReplicas(context))
-    callbacks.append(Logging(context, syncs))
+    # A step is logged before the evaluation that follows it.
+    if not run.rows.in_order:
+        callbacks.append(LossWatch(loop))
+    callbacks.append(Logging(loop, syncs))
     if settings.log.xray_range is not None:
-        callbacks.append(XRayRecording(context, settings.log.xray_range))
-    if context.evaluates:
-        callbacks.append(Evaluation(context))
+        callbacks.append(XRayRecording(loop, settings.log.xray_range))
+    if eval_batches is not None and settings.eval.eval_steps > 0:
+        callbacks.append(Evaluation(loop, eval_batches))
     if settings.eval.sample_prompts:
-        callbacks.append(Samples(context))
-    callbacks.append(CheckStates(context))
-    callbacks.append(Checkpoints(context))
-    callbacks.append(Finish(context))
+        callbacks.append(Samples(loop))
+    callbacks.append(Checkpoints(loop, optimizer_state))
+    callbacks.append(Finish(loop))
     return callbacks
 
 
@@ -125,9 +123,9 @@ class MemoryAdvice(LoopCallback):
 class WarmUp(LoopCallback):
     """Compiles the model, if the run does, with the first batch of this start."""
 
-    def __init__(self, context: LoopContext) -> None:
-        super().__init__(context)
-        self.first_step = context.run.step
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        self.first_step = loop.run.step
 
     def on_step_begin(self, batch: LocalBatch) -> None:
         if self.run.step > self.first_step:
@@ -136,7 +134,7 @@ class WarmUp(LoopCallback):
         shapes = count_shapes(self.run.rows.train)
 
         self.engine.phases.begin(WARM_UP_PHASE)
-        with self.loop_context.throughput.paused():
+        with self.loop.throughput.paused():
             compiles = self._should_compile(shapes)
             if compiles:
                 compile_blocks(self.engine, micro_batch, shapes)
@@ -151,7 +149,7 @@ class WarmUp(LoopCallback):
                 self.engine.rebuild_buckets(micro_batch)
 
     def _should_compile(self, shapes: int) -> bool:
-        mode = self.settings.parallel.torch_compile
+        mode = self.run.settings.parallel.torch_compile
         if mode != "auto":
             return mode == "always"
         if self.engine.device.type != "cuda":
@@ -159,80 +157,35 @@ class WarmUp(LoopCallback):
         # Compiled code rounds differently, so a run keeps its choice.
         if self.run.status.compiled is not None:
             return self.run.status.compiled
-        if self.settings.parallel.bitwise:
+        if self.run.settings.parallel.bitwise:
             return False
-        steps = self.settings.optim.max_steps
+        steps = self.run.settings.optim.max_steps
         return is_worth_compiling(self.engine.device, steps=steps, shapes=shapes)
 
 
-class StatelessParts(LoopCallback):
-    """Notes which parts have no state, and yet change while the run trains.
+class LossWatch(LoopCallback):
+    """Records an event if the run diverges. A recipe's own order may have harder rows later."""
 
-    A resumed run would start with their first values, without a word. Parts that change nothing of
-    the run, and so have no fingerprint, may do so.
-    """
-
-    def __init__(self, context: LoopContext) -> None:
-        super().__init__(context)
-        self.first_step = self.run.step
-        self.fields: dict[str, str] = {}
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        self.rising_loss = RisingLoss(loop.max_steps)
 
     def on_train_begin(self) -> None:
-        self.fields = self._fields()
+        if self.run.step > 0 and self.run.ranks.is_main:
+            for entry in read_lines(self.run.folder / "metrics.jsonl"):
+                self.rising_loss.add_entry(entry["step"], as_numbers(entry))
 
-    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        if info.step != self.first_step + _WATCHED_STEPS:
-            return
-        # On all ranks, because a state_dict may gather shards.
-        for name, fields in self._fields().items():
-            if fields != self.fields.get(name) and self.engine.ranks.is_main:
-                note(
-                    f"{name} changes while the run trains, but has no state_dict: a resumed run "
-                    "starts with its first values. Give it state_dict and load_state_dict."
-                )
-
-    def _fields(self) -> dict[str, str]:
-        """Return a description of all fields of each part without state, by name."""
-        return {
-            name_of(part): repr(as_json(vars(part)))
-            for part in self.run.parts.fingerprinted
-            if part.fingerprint is not None and not part.state_dict()
-        }
-
-
-class CompareReplicas(LoopCallback):
-    """Compares the ranks' weights every 100 steps, and before each checkpoint."""
-
-    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        if self.loop_context.saves_after(info) or info.is_due(_COMPARE_STEPS):
-            check_replicas(self.run.ranks, self.engine.model)
-
-
-class CheckStates(LoopCallback):
-    """Checks once, after the first step of this start, that checkpoints can hold all states.
-
-    All ranks must have the same states.
-    """
-
-    def __init__(self, context: LoopContext) -> None:
-        super().__init__(context)
-        self._is_checked = False
-
-    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        # A skipped step may leave the optimizer without a state. All ranks have the same norm, and
-        # an optimizer may keep a state on some of them only.
-        if self._is_checked or not math.isfinite(result.grad_norm):
-            return
-        self._is_checked = True
-        self.loop_context.settle()  # callbacks may keep states of their results
-        compare_states(flat_states(self.run, self.loop_context.optimizer_state))
+    def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
+        rise = self.rising_loss.add_entry(step, metrics)
+        if rise:
+            self.run.record_event("rising", rise)
 
 
 class XRayRecording(LoopCallback):
     """Records the steps of ``--xray_steps`` as a timeline."""
 
-    def __init__(self, context: LoopContext, steps: range) -> None:
-        super().__init__(context)
+    def __init__(self, loop: Loop, steps: range) -> None:
+        super().__init__(loop)
         self.xray = XRay(
             self.run.ranks,
             self.engine.phases,

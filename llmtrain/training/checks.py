@@ -1,6 +1,7 @@
 """What is checked and printed before the first step of a start."""
 
 from dataclasses import fields
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -9,7 +10,6 @@ from torch import nn
 from llmtrain.console import note, say
 from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
-from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.sharding import TrainingAccelerator
 from llmtrain.training.learning_rates import LearningRates, floor_of, rate_at
 from llmtrain.training.optim import is_made_by_flag, keeps_small_updates
@@ -49,14 +49,14 @@ def check_steps(run: Run) -> None:
         )
 
 
-def check_engine(run: Run, engine: Engine) -> None:
+def check_model(run: Run, model: Any) -> None:
     """Raise :class:`UserError` if the model or its rows lack what the settings need."""
     sample_prompts = run.settings.eval.sample_prompts
     if sample_prompts and run.rows.tokenizer is None:
         raise UserError(
             "--sample_prompts needs a tokenizer, and the rows were made without one; leave it out."
         )
-    if sample_prompts and not engine.unwrapped.gives_outputs:
+    if sample_prompts and not model.gives_outputs:
         raise UserError(
             "--sample_prompts: this model only returns a loss; give the parameter `labels` of its "
             "forward the default None, and return logits if it is None."

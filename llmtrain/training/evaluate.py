@@ -1,9 +1,9 @@
 """Measure a model between steps: its eval loss, and text samples."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -14,22 +14,102 @@ from llmtrain.interfaces.part import name_of
 from llmtrain.models.generation import Sampling, continuation_text, sample_token
 from llmtrain.parallel.engine import Engine, check_denominator, check_metrics
 
-# An evaluation of the finished model, after its weights were rounded, logs this metric.
-ROUNDED_LOSS = "rounded_loss"
+# A value that is summed over the micro-batches: its kind and its name. "sum" and "count" are the
+# two parts of a ratio, and "own" is a further metric of the objective.
+_Key: TypeAlias = tuple[Literal["sum", "count", "own"], str]
+_Totals: TypeAlias = dict[_Key, float]
 
 
-class EvalTotals(NamedTuple):
-    """Sums over the micro-batches of all ranks: ratios, and the objective's further metrics."""
+@torch.no_grad()
+def evaluate(
+    engine: Engine,
+    batches: Iterable[LocalBatch],
+    text_bytes: int,
+    metrics: Sequence[Metric] = (),
+    sources: Iterable[str] = (),
+) -> dict[str, float]:
+    """Return the eval loss over all ranks, and further metrics by name.
 
-    ratios: dict[str, tuple[float, float]]  # a numerator and its denominator, by name
-    metrics: dict[str, float]
+    Every target token counts once, whatever the parallel layout.
+
+    Args:
+        engine: how this process computes.
+        batches: this rank's share of the eval rows. They may be read twice.
+        text_bytes: UTF-8 bytes of the eval text; 0 if the rows are no text.
+        metrics: metrics of the user.
+        sources: the names of the sources, by their numbers. ``loss/SOURCE`` is the loss of one
+            source. No batch has rows of two sources.
+
+    Raises:
+        UserError: if two metrics have the same name, or if the names differ between micro-batches.
+    """
+    objective = engine.objective
+    engine.model.eval()
+    extra = _prepass(engine, batches)
+    sums = _SourceSums(engine)
+    for local_batch in _watched(engine, batches):
+        for batch in local_batch.batches:
+            ratios_of_user = _ratios_of_user(engine, metrics, batch)
+            loss_sums = engine.loss(batch, extra)
+            ratios = {"loss": (loss_sums.loss, engine.denominator(batch))}
+            add_metrics(ratios, ratios_of_user)
+            sums.add(local_batch.source, ratios, loss_sums.metrics)
+    engine.free_gathered_weights()
+    engine.model.train()
+
+    totals_of_sources = sums.reduce()
+    totals: _Totals = {}
+    for totals_of_source in totals_of_sources.values():
+        for key, value in totals_of_source.items():
+            totals[key] = totals.get(key, 0.0) + value
+    check_denominator(objective, totals["count", "loss"])
+    loss = _mean(totals, "loss")
+    own_sums = {name: value for (kind, name), value in totals.items() if kind == "own"}
+
+    results = {"loss": loss}
+    further = {
+        "eval_metrics": objective.eval_metrics(totals["sum", "loss"], loss, text_bytes),
+        "metrics": objective.metrics(own_sums, extra),
+    }
+    for method, values in further.items():
+        add_metrics(results, as_numbers_by_name(f"{name_of(objective)}.{method}", values))
+    for number, source in enumerate(sources):
+        add_metrics(results, {f"loss/{source}": _mean(totals_of_sources[number], "loss")})
+    names = [name for kind, name in totals if kind == "sum" and name != "loss"]
+    add_metrics(results, {name: _mean(totals, name) for name in names})
+    return results
 
 
-class EvalSums:
-    """Sums over eval batches, by source.
+def _watched(engine: Engine, batches: Iterable[LocalBatch]) -> Iterator[LocalBatch]:
+    """Yield the batches. A long phase could be taken for a hang, so it begins again with each."""
+    for batch in batches:
+        engine.phases.begin("an evaluation")
+        yield batch
 
-    The sums of the micro-batches stay on the device until :meth:`reduce`, because reading one waits
-    for the device. Each source has its own sum, because its rows begin with a new batch.
+
+def _prepass(engine: Engine, batches: Iterable[LocalBatch]) -> Batch:
+    """Return the extra inputs that the objective needs for an eval loss.
+
+    Objectives with ``uses_prepass_in_eval``, such as KTO for its baseline, make a pass over all
+    eval batches for them, as if these were one global batch. Another pass counts their targets,
+    without the model.
+    """
+    if not engine.objective.uses_prepass_in_eval:
+        return {}
+
+    def micro_batches() -> Iterator[Batch]:
+        for local_batch in _watched(engine, batches):
+            yield from local_batch.batches
+
+    totals = engine.count(micro_batches())
+    return engine.objective.prepass(engine, micro_batches(), totals)
+
+
+class _SourceSums:
+    """Sums of values over eval batches, by source.
+
+    The values of the micro-batches stay on the device until :meth:`reduce`, because reading one
+    waits for the device. Each source has its own sums, because its rows begin with a new batch.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -37,85 +117,64 @@ class EvalSums:
         # MPS has no float64.
         on_mps = engine.device.type == "mps"
         self.device = torch.device("cpu") if on_mps else engine.device
-        self._names: tuple[list[str], list[str]] = ([], [])  # of the ratios and of the metrics
-        # The sums of each micro-batch, by source. Two numbers for each ratio come first, then the
-        # metrics: float64 [2 * ratios + metrics].
-        self._micro_batches: dict[int, list[torch.Tensor]] = {}
+        self._keys: list[_Key] = []
+        self._micro_batches: dict[int, list[torch.Tensor]] = {}  # float64 [keys], by source
 
     def add(
         self,
-        ratios: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-        metrics: Mapping[str, torch.Tensor],
-        source: int = 0,
+        source: int,
+        ratios: Mapping[str, tuple[Any, Any]],
+        own_sums: Mapping[str, torch.Tensor],
     ) -> None:
-        """Add the sums of a micro-batch.
+        """Add the values of a micro-batch.
 
         Args:
-            ratios: a sum and its denominator, by name.
-            metrics: sums of further metrics, by name.
             source: the number of the source of its rows.
+            ratios: a sum and its denominator, by name.
+            own_sums: sums of the objective's further metrics, by name.
 
         Raises:
             UserError: if the names differ from those of earlier micro-batches.
         """
-        names = (sorted(ratios), sorted(metrics))
-        if self._micro_batches and self._names != names:
+        values: dict[_Key, Any] = {}
+        for name in sorted(ratios):
+            values["sum", name], values["count", name] = ratios[name]
+        for name in sorted(own_sums):
+            values["own", name] = own_sums[name]
+
+        keys = [*values]
+        if self._micro_batches and self._keys != keys:
+            earlier_names, names = ({name for _, name in both} for both in (self._keys, keys))
             raise UserError(
-                f"a metric must have the same names for every batch, not {self._names} and {names}."
+                f"a metric must have the same names for every batch, not {sorted(earlier_names)} "
+                f"and {sorted(names)}."
             )
-        self._names = names
+        self._keys = keys
+        row = torch.stack([self._as_float64(value) for value in values.values()])
+        self._micro_batches.setdefault(source, []).append(row)
 
-        numbers = [number for name in names[0] for number in ratios[name]]
-        numbers += [metrics[name] for name in names[1]]
-        sums = torch.stack([self._as_float64(number) for number in numbers])
-        self._micro_batches.setdefault(source, []).append(sums)
-
-    def _as_float64(self, number: torch.Tensor) -> torch.Tensor:
+    def _as_float64(self, number: Any) -> torch.Tensor:
         return torch.as_tensor(number, dtype=torch.float64, device=self.device)
 
-    def reduce(self) -> dict[int, EvalTotals]:
-        """Return the totals of each source over all ranks; all ranks call this."""
-        totals = [
-            self.engine.sum_of_micro_batches(torch.stack(sums))
-            for sums in self._micro_batches.values()
+    def reduce(self) -> dict[int, _Totals]:
+        """Return the sums of each source over all ranks; all ranks call this."""
+        sums = [
+            self.engine.sum_of_micro_batches(torch.stack(rows))
+            for rows in self._micro_batches.values()
         ]
-        numbers = torch.stack(totals).tolist()
+        numbers = torch.stack(sums).tolist()
         return {
-            source: self._named(row)
+            source: dict(zip(self._keys, row, strict=True))
             for source, row in zip(self._micro_batches, numbers, strict=True)
         }
 
-    def _named(self, numbers: list[float]) -> EvalTotals:
-        """Return the numbers of a source by their names."""
-        ratio_names, metric_names = self._names
-        count = 2 * len(ratio_names)
-        pairs = zip(numbers[:count:2], numbers[1:count:2], strict=True)
-        return EvalTotals(
-            ratios=dict(zip(ratio_names, pairs, strict=True)),
-            metrics=dict(zip(metric_names, numbers[count:], strict=True)),
-        )
 
-
-def sum_of_sources(totals: Iterable[EvalTotals]) -> EvalTotals:
-    """Return the totals of all sources together, added in their order."""
-    ratios: dict[str, tuple[float, float]] = {}
-    metrics: dict[str, float] = {}
-    for source in totals:
-        for name, (numerator, denominator) in source.ratios.items():
-            earlier = ratios.get(name, (0.0, 0.0))
-            ratios[name] = (earlier[0] + numerator, earlier[1] + denominator)
-        for name, value in source.metrics.items():
-            metrics[name] = metrics.get(name, 0.0) + value
-    return EvalTotals(ratios, metrics)
-
-
-def mean(ratio: tuple[float, float]) -> float:
+def _mean(totals: _Totals, name: str) -> float:
     """Return a sum divided by its denominator; the sum itself if that is 0."""
-    total, count = ratio
-    return total / (count or 1)
+    return totals["sum", name] / (totals["count", name] or 1)
 
 
-def custom_ratios(
+def _ratios_of_user(
     engine: Engine, metrics: Iterable[Metric], batch: Batch
 ) -> dict[str, tuple[Any, Any]]:
     """Compute the user's metrics of a micro-batch, inside ``model.forward``.
@@ -173,88 +232,9 @@ def add_metrics(metrics: dict[str, Any], further: Mapping[str, Any]) -> None:
         UserError: if there is one of the same name already.
     """
     for name, value in further.items():
-        if name in metrics or name == ROUNDED_LOSS:
+        if name in metrics:
             raise UserError(f"there are two metrics with the name {name}; rename one.")
         metrics[name] = value
-
-
-@torch.no_grad()
-def evaluate(
-    engine: Engine,
-    eval_batches: Iterable[LocalBatch],
-    text_bytes: int,
-    metrics: Sequence[Metric] = (),
-    sources: Iterable[str] = (),
-    extra: Batch | None = None,
-) -> dict[str, float]:
-    """Return the eval loss over all ranks, and further metrics by name.
-
-    Every target token counts once, whatever the parallel layout.
-
-    Args:
-        engine: how this process computes.
-        eval_batches: this rank's share of the eval rows.
-        text_bytes: UTF-8 bytes of the eval text; 0 if the rows are no text.
-        metrics: metrics of the user.
-        sources: the names of the sources, by their numbers. ``loss/SOURCE`` is the loss of one
-            source. No batch has rows of two sources.
-        extra: what the objective's ``prepass`` returned for all eval rows.
-
-    Raises:
-        UserError: if two metrics have the same name, or if the names differ between micro-batches.
-    """
-    sums = EvalSums(engine)
-    engine.model.eval()
-    for local_batch in eval_batches:
-        for batch in local_batch.batches:
-            ratios_of_user = custom_ratios(engine, metrics, batch)
-            loss = engine.loss(batch, extra)
-            batch_ratios = {"loss": (loss.loss, engine.denominator(batch))}
-            add_metrics(batch_ratios, ratios_of_user)
-            sums.add(batch_ratios, loss.metrics, local_batch.source)
-    engine.free_gathered_weights()
-    engine.model.train()
-
-    totals = sums.reduce()
-    ratios, metric_sums = sum_of_sources(totals.values())
-    loss_sum, loss_denominator = ratios.pop("loss")
-    objective = engine.objective
-    check_denominator(objective, loss_denominator)
-    mean_loss = mean((loss_sum, loss_denominator))
-
-    results = {"loss": mean_loss}
-    further = {
-        "eval_metrics": objective.eval_metrics(loss_sum, mean_loss, text_bytes),
-        "metrics": objective.metrics(metric_sums, extra or {}),
-    }
-    for method, values in further.items():
-        add_metrics(results, as_numbers_by_name(f"{name_of(objective)}.{method}", values))
-    for number, source in enumerate(sources):
-        add_metrics(results, {f"loss/{source}": mean(totals[number].ratios["loss"])})
-    add_metrics(results, {name: mean(ratio) for name, ratio in ratios.items()})
-    return results
-
-
-def eval_extra(engine: Engine, read_batches: Callable[[], Iterable[LocalBatch]]) -> Batch:
-    """Return the extra inputs that the objective needs for an eval loss.
-
-    Objectives with ``uses_prepass_in_eval`` make a pass over all eval batches for them, as if these
-    were one global batch. Another pass counts their targets, without the model.
-
-    Args:
-        engine: how this process computes.
-        read_batches: returns this rank's share of the eval rows, each time anew.
-    """
-    if not engine.objective.uses_prepass_in_eval:
-        return {}
-
-    def micro_batches() -> Iterator[Batch]:
-        for local_batch in read_batches():
-            yield from local_batch.batches
-
-    engine.model.eval()
-    totals = engine.count(micro_batches())
-    return engine.objective.prepass(engine, micro_batches(), totals)
 
 
 @torch.no_grad()

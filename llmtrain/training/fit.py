@@ -12,11 +12,11 @@ from llmtrain.interfaces.callback import Callback
 from llmtrain.interfaces.metric import Metric, MetricFunction
 from llmtrain.interfaces.objective import Objective
 from llmtrain.interfaces.schedule import Schedule, ScheduleFunction
-from llmtrain.training.loop import train
 from llmtrain.training.opening import open_run
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.run import Run
 from llmtrain.training.start import Build, S, loaders, place, start
+from llmtrain.training.train import train
 
 # Makes an optimizer of the parameters of a model, which has been moved to its device.
 OptimizerFunction: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]

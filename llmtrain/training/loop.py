@@ -1,243 +1,371 @@
 """The training loop: read a batch, set the learning rate, make a step, and call the callbacks.
 
-Evaluations, log entries and checkpoints are callbacks. The steps made so far are counted in the
-run.
+Evaluations, log entries and checkpoints are callbacks.
 """
 
 import contextlib
+import math
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from llmtrain.console import say
 from llmtrain.errors import UserError, short_repr
 from llmtrain.interfaces.batches import LocalBatch
-from llmtrain.interfaces.callback import StepInfo, StopVote
+from llmtrain.interfaces.callback import Callback, StepInfo, StopVote
 from llmtrain.interfaces.part import name_of
+from llmtrain.json_types import JsonObject
 from llmtrain.launching.process import restore_garbage_collection
 from llmtrain.observe.throughput import Throughput
-from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.engine_choice import engine_for
+from llmtrain.parallel.engine import Engine, check_denominator
 from llmtrain.parallel.team import Team
+from llmtrain.record.history import as_numbers
 from llmtrain.seeds import seed_of
-from llmtrain.training.callbacks import loop_callbacks
-from llmtrain.training.checks import (
-    check_engine,
-    check_steps,
-    check_wrapping,
-    say_changed_settings,
-    say_if_xray_is_missed,
-    say_rates,
-)
-from llmtrain.training.context import LoopContext, TrainingView
 from llmtrain.training.read_ahead import read_batches
-from llmtrain.training.run import Run
-from llmtrain.training.run_state import restore
+from llmtrain.training.run import LaunchedStep, Run
+from llmtrain.training.run_state import write_model
 from llmtrain.training.step import train_step
 
 
-def train(
-    run: Run,
-    model: nn.Module,
-    optimizer: AcceleratedOptimizer,
-    batches: DataLoaderShard,
-    eval_batches: DataLoaderShard | None = None,
-) -> None:
-    """Train from ``run.step`` to ``--max_steps``, after restoring the checkpoint to resume from.
+class Loop:
+    """The training loop of a run. Callbacks get it in :meth:`Callback.setup`.
 
-    ``run.step`` is already the step of that checkpoint, or 0. With ``--dry_run`` this only checks
-    that the run can train.
+    The host is at most one step ahead of the device: it reads the numbers of a step after it has
+    launched the next one, or at once if something needs them. A step is *settled* when its numbers
+    are counted in the run, and all callbacks have them.
 
     Args:
         run: the open run.
-        model: the model that ``accelerator.prepare`` returned.
+        engine: how this process computes, with the model and the objective.
         optimizer: the optimizer that ``accelerator.prepare`` returned.
         batches: the loader of training batches that ``accelerator.prepare`` returned.
-        eval_batches: the loader of eval batches, if there is one, from ``accelerator.prepare``.
 
-    Raises:
-        UserError: if the model or the settings do not allow training.
+    Attributes:
+        throughput: counts tokens between two log entries.
+        callbacks: all callbacks in the order in which they are called: the user's, then those of
+            the loop.
     """
-    check_steps(run)
-    engine = make_engine(run, model)
-    check_engine(run, engine)
-    if run.settings.run.dry_run:
-        say(
-            "dry run",
-            "nothing was trained or written; to see rows and their targets: "
-            "llmtrain rows RECIPE with the same flags",
+
+    def __init__(
+        self,
+        run: Run,
+        engine: Engine,
+        optimizer: AcceleratedOptimizer,
+        batches: DataLoaderShard,
+    ) -> None:
+        self.run = run
+        self.engine = engine
+        self.throughput = Throughput(engine.accelerator, engine.unwrapped)
+        self.callbacks: list[Callback] = []
+        self._prepared_optimizer = optimizer
+        self._batches = batches
+        self._stop: StopVote = False  # how any rank wanted to stop, at the last settled step
+        self._finish_reason = ""  # why a callback of this rank wants to finish the run
+
+    # --- what callbacks of the user may use
+
+    @property
+    def model(self) -> nn.Module:
+        """The unwrapped model. Under FSDP2, its parameters are DTensors."""
+        return self.engine.unwrapped
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, without the wrapper of Accelerate."""
+        return self.run.parts.optimizer
+
+    @property
+    def step(self) -> int:
+        """Steps made so far."""
+        return self.run.step
+
+    @property
+    def max_steps(self) -> int:
+        """Steps of the run."""
+        return self.run.settings.optim.max_steps
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self.run.folder
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes files."""
+        return self.engine.ranks.is_main
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the run is over: all steps are made, or something has ended it early."""
+        return self.step == self.max_steps or bool(self.run.early_end)
+
+    def write_model(self, folder: Path) -> None:
+        """Write the model with its present weights, as Hugging Face loads it; all ranks call it."""
+        write_model(self.run, self.engine, folder)
+
+    # --- the loop
+
+    def steps(self) -> Generator[None]:
+        """Make all steps. Return to the caller before the first one and after each.
+
+        A caller can run several loops in turns, as the benchmarks do. Closing the generator ends
+        the training early, and writes no model.
+        """
+        run = self.run
+        with contextlib.ExitStack() as contexts:
+            contexts.callback(run.rates.restore_peaks)
+            contexts.enter_context(self.engine.phases.watching(run.step))
+            for callback in self.callbacks:
+                contexts.enter_context(callback.context())
+            restore_garbage_collection()
+            for callback in self.in_turn("on_train_begin"):
+                callback.on_train_begin()
+
+            self.engine.model.train()
+            yield
+            # If a run has already ended early, starting it again makes no more steps.
+            if not run.early_end:
+                yield from self._make_steps()
+
+            for callback in self.in_turn("on_train_end"):
+                callback.on_train_end()
+
+    def _make_steps(self) -> Generator[None]:
+        """Make a step of each batch, until the run should stop. The loader ends at the last one."""
+        batches = read_batches(self._batches, self.engine)
+        with contextlib.closing(batches):  # ends the reader's thread, also after an exception
+            try:
+                for batch in batches:
+                    info = self._make_step(batch)
+                    yield
+                    if info.should_stop or self.run.early_end:
+                        return
+            except (Exception, KeyboardInterrupt):
+                self._settle_after_failure()
+                raise
+
+    def _make_step(self, batch: LocalBatch) -> StepInfo:
+        """Make one step, and call the callbacks before and after it."""
+        run = self.run
+        engine = self.engine
+        optim = run.settings.optim
+
+        start = time.monotonic()
+        engine.phases.begin("other")
+        for callback in self.in_turn("on_step_begin"):
+            callback.on_step_begin(batch)
+        _seed_dropout(engine, seed=optim.seed, step=run.step)
+        run.rates.set(run.step)
+
+        # The step carries the vote to the other ranks.
+        vote = self._vote()
+        result = train_step(
+            engine,
+            self._prepared_optimizer,
+            batch.batches,
+            max_grad_norm=optim.max_grad_norm,
+            stop_requested=vote,
         )
-        return
+        self._settle()  # the step before
+        run.status.step += 1
+        run.status.launched = LaunchedStep(run.step, batch.rows, result)
+        info = self._info(vote)
+        self._reserve_step(time.monotonic() - start)
 
-    context = LoopContext(
-        run=run,
-        engine=engine,
-        optimizer=optimizer,
-        batches=batches,
-        eval_batches=eval_batches,
-        throughput=Throughput(engine.accelerator, engine.unwrapped),
-    )
-    for _ in training_steps(context):
-        pass
+        engine.phases.begin("other", run.step)
+        for callback in self.in_turn("on_step_end"):
+            callback.on_step_end(batch, result, info)
 
+        actions = [
+            callback
+            for callback in self.callbacks
+            if isinstance(callback, LoopCallback) and callback.acts_after(info)
+        ]
+        if actions or result.is_read or self._is_needed_now(info):
+            self._settle()
+        else:
+            result.free_batches()
+        for callback in actions:
+            callback.act(info)
+        return info
 
-def make_engine(run: Run, model: nn.Module) -> Engine:
-    """Return how this process computes the steps of a run.
+    def _info(self, vote: StopVote) -> StepInfo:
+        """Return how far the run is after the step that was just launched; all ranks agree on it.
 
-    Raises:
-        UserError: if the loop does not support the accelerator or the wrapping of the model.
-    """
-    check_wrapping(run.accelerator, model)
-    return engine_for(
-        run.ranks,
-        model,
-        objective=run.parts.objective,
-        config=run.settings.parallel,
-        accumulation=run.layout.accumulation,
-    )
+        Args:
+            vote: of this rank. The other ranks learn of it with the numbers of the step.
+        """
+        stop = vote if self.engine.ranks.world_size == 1 else self._stop
+        is_last = self.step == self.max_steps
+        if stop == "finish" and not is_last:
+            reasons = Team.everyone().on_all(lambda: self._finish_reason)
+            self.run.status.finish_reason = next(filter(None, reasons))
+            is_last = True
+        return StepInfo(step=self.step, is_last=is_last, should_stop=stop is not False)
 
+    def _is_needed_now(self, info: StepInfo) -> bool:
+        """Return whether a callback takes the result of a step before the next one."""
+        is_logged = info.is_due(self.run.settings.log.logging_steps)
+        return any(
+            _has_own(callback, "on_step_result") or (is_logged and _has_own(callback, "on_log"))
+            for callback in self.callbacks
+            if not callback.takes_late_results
+        )
 
-def training_steps(context: LoopContext) -> Generator[None]:
-    """Train as :func:`train` does, and return to the caller before the first step and after each.
+    def _settle(self) -> None:
+        """Count the numbers of the last step, and pass its result to all callbacks.
 
-    A caller can run several loops in turns, as the benchmarks do. Closing the generator ends the
-    training early, and writes no model.
-    """
-    run = context.run
-    engine = context.engine
-    training = TrainingView(context)
-    for callback in run.parts.callbacks:
-        callback.setup(training)
-    restore(run, engine, context.optimizer_state)
-    say_if_xray_is_missed(run)
-    say_rates(run.rates)
-    say_changed_settings(run)
+        This happens before anything reads or stores the state of the run. All ranks call it at the
+        same places. Calling it again does nothing.
 
-    context.callbacks = [*run.parts.callbacks, *loop_callbacks(context)]
-    with contextlib.ExitStack() as contexts:
-        contexts.callback(run.rates.restore_peaks)
-        contexts.enter_context(engine.phases.watching(run.step))
-        for callback in context.callbacks:
-            contexts.enter_context(callback.context())
-        restore_garbage_collection()
-        for callback in context.in_turn("on_train_begin"):
-            callback.on_train_begin()
+        Raises:
+            UserError: if the step was skipped, and no more steps may be.
+        """
+        status = self.run.status
+        launched = status.launched
+        if launched is None:
+            return
+        self.engine.phases.begin("norm")
+        result = launched.result
+        check_denominator(self.engine.objective, result.denominator)
+        if self._was_skipped(result.grad_norm):
+            self._count_skipped(launched)
+        status.tokens += result.target_tokens
+        status.launched = None
+        # A vote holds until the run stops. One to save outweighs one to finish.
+        if self._stop != "save":
+            self._stop = result.stop or self._stop
 
-        engine.model.train()
-        yield
-        # If a run has already ended early, starting it again makes no more steps.
-        if not run.early_end:
-            yield from _make_steps(context)
+        self.engine.phases.begin("other")
+        for callback in self.in_turn("on_step_result"):
+            callback.on_step_result(launched.step, result)
 
-        for callback in context.in_turn("on_train_end"):
-            callback.on_train_end()
+    def _was_skipped(self, grad_norm: float) -> bool:
+        """Return whether a step counts as skipped.
 
+        With fp16, a loss scale that is too large makes gradients overflow. Skipping such steps
+        while the scale is lowered is normal. A scale below 1 is not too large, so the gradient is
+        at fault.
+        """
+        scaler = self.engine.accelerator.scaler
+        is_scaling = scaler is not None and scaler.get_scale() >= 1
+        return not math.isfinite(grad_norm) and not is_scaling
 
-def _make_steps(context: LoopContext) -> Generator[None]:
-    """Make a step of each batch, until the run should stop. The loader ends at ``--max_steps``."""
-    local_batches = read_batches(context.batches, context.engine)
-    with contextlib.closing(local_batches):  # ends the reader's thread, also after an exception
-        try:
-            for local_batch in local_batches:
-                info = _make_step(context, local_batch)
-                yield
-                if info.should_stop or context.run.early_end:
-                    return
-        except (Exception, KeyboardInterrupt):
-            context.settle_after_failure()
-            raise
+    def _count_skipped(self, launched: LaunchedStep) -> None:
+        """Count a step that changed nothing; all ranks call this.
 
-
-def _make_step(context: LoopContext, local_batch: LocalBatch) -> StepInfo:
-    """Make one step, and call the callbacks before and after it.
-
-    The device may still compute the step when this returns. The host is at most one step ahead: it
-    reads the numbers of a step after it has launched the next one, or at once if something needs
-    them.
-    """
-    run = context.run
-    engine = context.engine
-    settings = run.settings
-
-    start = time.monotonic()
-    engine.phases.begin("other")
-    for callback in context.in_turn("on_step_begin"):
-        callback.on_step_begin(local_batch)
-    _seed_dropout(engine, seed=settings.optim.seed, step=run.step)
-    run.rates.set(run.step)
-
-    # The step carries the vote to the other ranks, and its result says how any rank wants to stop.
-    vote = _vote(context)
-    result = train_step(
-        engine,
-        context.optimizer,
-        local_batch.batches,
-        max_grad_norm=settings.optim.max_grad_norm,
-        stop_requested=vote,
-    )
-    context.add_step(local_batch.rows, result)
-
-    # All ranks decide the same here. Later, a callback may read the numbers on one rank only.
-    info = StepInfo(step=run.step, is_last=run.step == settings.optim.max_steps, should_stop=False)
-    settles_at_once = result.is_read or context.needs_result_of(info)
-    if settles_at_once:
-        context.count_numbers()
-    # Other ranks learn of a vote from the numbers of its step. If these are read one step late, the
-    # run stops one step later.
-    stop = vote if engine.ranks.world_size == 1 else context.stop
-    if stop == "finish" and not info.is_last:
-        reasons = Team.everyone().on_all(lambda: context.finish_reason)
-        run.status.finish_reason = next(filter(None, reasons))
-        info = info._replace(is_last=True)
-    info = info._replace(should_stop=stop is not False)
-    _reserve_step(context, time.monotonic() - start)
-
-    engine.phases.begin("other", run.step)
-    for callback in context.in_turn("on_step_end"):
-        callback.on_step_end(local_batch, result, info)
-    if settles_at_once or info.should_stop:
-        context.settle()
-    else:
-        result.free_batches()
-    return info
-
-
-def _vote(context: LoopContext) -> StopVote:
-    """Return how this rank wants to stop after the step that begins now, if at all.
-
-    The run and all callbacks are asked, even if one wants to stop: each records its own reason.
-
-    Raises:
-        UserError: if a callback returns another text than the two that it may.
-    """
-    votes: set[StopVote] = {context.run.wants_to_stop()}
-    for callback in context.in_turn("wants_to_stop"):
-        vote = callback.wants_to_stop()
-        if isinstance(vote, str) and vote not in ("", "save", "finish"):
+        Raises:
+            UserError: on every rank, if ``--skip_nonfinite`` allows no more skipped steps.
+        """
+        status = self.run.status
+        allowed = self.run.settings.optim.skip_nonfinite
+        rows = [row for row in self.engine.ranks.gather_rows(launched.rows).tolist() if row >= 0]
+        event = (
+            f"step {launched.step} was skipped: its gradient norm is {launched.result.grad_norm}; "
+            f"its rows are {rows}"
+        )
+        if status.skipped == allowed:
             raise UserError(
-                f"{name_of(callback)}.wants_to_stop returned {short_repr(vote)}; return False, "
-                '"save" or "finish".'
+                f"{event}. Lower --learning_rate, or allow some skipped steps with "
+                "--skip_nonfinite. The newest checkpoint is untouched."
             )
-        if vote == "finish":
-            context.finish_reason = f"{name_of(callback)} has finished the run"
-        votes.add(vote if isinstance(vote, str) else bool(vote))
-    if votes & {True, "save"}:
-        return "save"
-    return "finish" if "finish" in votes else False
+        status.skipped += 1
+        count = f"{status.skipped} of --skip_nonfinite {allowed}"
+        self.run.record_event("skipped", f"{event} ({count})")
+
+    def _settle_after_failure(self) -> None:
+        """Count the last step after an error, so that it is in the log of a run of one process.
+
+        Other ranks may wait elsewhere. If the step is one too many that was skipped, that is the
+        reason of the error.
+        """
+        if self.engine.ranks.world_size > 1:
+            return
+        try:
+            self._settle()
+        except UserError:
+            raise
+        except Exception:  # the first error is the one to show
+            return
+
+    def _vote(self) -> StopVote:
+        """Return how this rank wants to stop after the step that begins now, if at all.
+
+        The run and all callbacks are asked, even if one wants to stop: each records its own reason.
+
+        Raises:
+            UserError: if a callback returns another text than the two that it may.
+        """
+        votes: set[StopVote] = {self.run.wants_to_stop()}
+        for callback in self.in_turn("wants_to_stop"):
+            vote = callback.wants_to_stop()
+            if isinstance(vote, str) and vote not in ("", "save", "finish"):
+                raise UserError(
+                    f"{name_of(callback)}.wants_to_stop returned {short_repr(vote)}; return False, "
+                    '"save" or "finish".'
+                )
+            if vote == "finish":
+                self._finish_reason = f"{name_of(callback)} has finished the run"
+            votes.add(vote if isinstance(vote, str) else bool(vote))
+        if votes & {True, "save"}:
+            return "save"
+        return "finish" if "finish" in votes else False
+
+    def _reserve_step(self, seconds: float) -> None:
+        """Reserve time for one more step after the step in which a rank votes to stop.
+
+        Other ranks learn of the vote one step later, and a GPU may still compute the step before.
+        """
+        is_late = self.engine.ranks.world_size > 1 or self.engine.device.type != "cpu"
+        if is_late and self.engine.phases.has_dropped_first_step:
+            self.run.deadline.reserve("step", seconds)
+
+    # --- for the callbacks of the loop
+
+    def in_turn(self, method: str) -> Iterator[Callback]:
+        """Yield each callback, whose ``method`` is called then.
+
+        If it hangs, the heartbeat names it. Callbacks of the loop are known by their phases.
+        """
+        phases = self.engine.phases
+        for callback in self.callbacks:
+            is_own = isinstance(callback, LoopCallback)
+            phases.enter_callback("" if is_own else f"{name_of(callback)}.{method}")
+            yield callback
+        phases.enter_callback("")
+
+    def log(self, metrics: JsonObject) -> None:
+        """Write a log entry, and pass its numbers to all callbacks."""
+        numbers = as_numbers(self.run.log(metrics))
+        for callback in self.in_turn("on_log"):
+            callback.on_log(self.step, numbers)
 
 
-def _reserve_step(context: LoopContext, seconds: float) -> None:
-    """Reserve time for one more step after the step in which a rank votes to stop.
+class LoopCallback(Callback):
+    """A callback of the loop's own, which may act when a step is settled."""
 
-    Other ranks learn of the vote one step later, and a GPU may still compute the step before.
-    """
-    is_late = context.engine.ranks.world_size > 1 or context.engine.device.type != "cpu"
-    if is_late and context.engine.phases.has_dropped_first_step:
-        context.run.deadline.reserve("step", seconds)
+    takes_late_results = True
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.run = loop.run
+        self.engine = loop.engine
+
+    def acts_after(self, info: StepInfo) -> bool:
+        """Return whether :meth:`act` is called after a step, which is settled before."""
+        return False
+
+    def act(self, info: StepInfo) -> None:
+        """Use the model between two steps, such as to evaluate it."""
+
+
+def _has_own(callback: Callback, method: str) -> bool:
+    """Return whether a callback has a method of its own, instead of the one that does nothing."""
+    return getattr(type(callback), method) is not getattr(Callback, method)
 
 
 def _seed_dropout(engine: Engine, seed: int, step: int) -> None:

@@ -44,9 +44,8 @@ from llmtrain.training.layout import Layout
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.parts import Parts
 from llmtrain.training.reference import with_reference
-from llmtrain.training.run import Run
+from llmtrain.training.run import Run, RunStatus
 from llmtrain.training.settings import Settings
-from llmtrain.training.status import RunStatus
 from llmtrain.training.steps import settle
 
 # Entries of a start in run.json that trackers get along with the settings.
@@ -256,8 +255,7 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
         yield
 
         if not run.is_finished:  # which is recorded since the model was written
-            outcome = run.status.outcome
-            run.writer.set_status(outcome.state, run.step, outcome.reason)
+            run.writer.set_status(run.status.state, run.step, run.status.reason)
         model = run.folder / "model" if run.is_finished else None
         run.metrics.close(exit_code=0, model=model)
 

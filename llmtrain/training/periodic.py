@@ -1,170 +1,171 @@
-"""Callbacks that use the model between steps and at the end: to evaluate, to sample, to save it."""
+"""What uses the model between steps and at the end: to evaluate it, to sample, to save it."""
 
 import signal
 import time
 
+from accelerate.data_loader import DataLoaderShard
+
 from llmtrain.console import say
 from llmtrain.data.prompts import Prompts
 from llmtrain.errors import as_user_error, first_line
-from llmtrain.interfaces.batches import LocalBatch
-from llmtrain.interfaces.callback import StepInfo, StepResult
+from llmtrain.interfaces.callback import StepInfo
 from llmtrain.interfaces.part import name_of
 from llmtrain.launching.launcher import has_launcher
-from llmtrain.models.dtypes import dtype_name
 from llmtrain.models.generation import Sampling
-from llmtrain.parallel.team import Team
-from llmtrain.record.history import read_lines
+from llmtrain.observe.replicas import check_replicas
 from llmtrain.training.compiling import eager_code
-from llmtrain.training.context import LoopCallback, LoopContext
-from llmtrain.training.evaluate import ROUNDED_LOSS, add_metrics, as_numbers_by_name, sample
-from llmtrain.training.run_state import (
-    load_best,
-    round_weights,
-    save,
-    wait_for_saves,
-    write_model,
-)
-from llmtrain.training.status import Outcome
+from llmtrain.training.evaluate import add_metrics, as_numbers_by_name, evaluate, sample
+from llmtrain.training.loop import Loop, LoopCallback
+from llmtrain.training.optimizer_state import OptimizerState
+from llmtrain.training.run_state import load_best, save, wait_for_saves, write_model
 from llmtrain.training.summary import SAMPLE_TOKENS, final_sample
+
+_COMPARE_STEPS = 100  # steps between two comparisons of the replicas, besides those at checkpoints
 
 
 class Evaluation(LoopCallback):
     """Measures the eval loss."""
 
+    def __init__(self, loop: Loop, batches: DataLoaderShard) -> None:
+        super().__init__(loop)
+        self.batches = batches
+
     def on_train_begin(self) -> None:
         if self.run.step == 0:
             self._evaluate()
 
-    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        if self.loop_context.evaluates_after(info):
-            self.loop_context.settle()
-            self._evaluate()
+    def acts_after(self, info: StepInfo) -> bool:
+        """Return whether the model is evaluated after a step.
+
+        After the last step it always is. A run that is about to stop skips an evaluation, to stop
+        sooner, unless evaluations choose its best checkpoint. A resume does not make up for it.
+        """
+        if info.is_last:
+            return True
+        may_skip = info.should_stop and not self.run.patience.keeps_best
+        return info.is_due(self.run.settings.eval.eval_steps) and not may_skip
+
+    def act(self, info: StepInfo) -> None:
+        self._evaluate()
 
     def _evaluate(self) -> None:
         run = self.run
         start = time.monotonic()
-        with self.loop_context.throughput.paused(), eager_code(self.engine.model):
-            results = self.loop_context.measure()
-            for callback in self.loop_context.in_turn("on_evaluate"):
-                further = callback.on_evaluate(self.loop_context.measure)
+        with self.loop.throughput.paused(), eager_code(self.engine.model):
+            results = self._measure()
+            for callback in self.loop.in_turn("on_evaluate"):
+                further = callback.on_evaluate(self._measure)
                 source = f"{name_of(callback)}.on_evaluate"
                 add_metrics(results, as_numbers_by_name(source, further))
             # A run with a time limit stops early enough to make another evaluation.
             run.deadline.reserve("evaluation", time.monotonic() - start)
             results = {f"eval/{name}": value for name, value in results.items()}
-            self.loop_context.log(results)
+            self.loop.log(results)
         if run.patience.keeps_best:
             run.patience.record(run.step, results)
+
+    def _measure(self) -> dict[str, float]:
+        """Return the eval metrics of the model with its present weights, by name."""
+        rows = self.run.rows
+        return evaluate(
+            self.engine,
+            self.batches,
+            text_bytes=rows.metadata.eval_bytes,
+            metrics=self.run.parts.metrics,
+            sources=rows.eval_sources,
+        )
 
 
 class Samples(LoopCallback):
     """Writes samples of the model's text to ``samples.jsonl``, every ``--eval_steps`` steps."""
 
-    def __init__(self, context: LoopContext) -> None:
-        super().__init__(context)
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
         rows = self.run.rows
         assert rows.tokenizer is not None  # or the settings would be refused
         prompts = Prompts(rows.tokenizer, rows.stop_token_ids)
+        self._texts = self.run.settings.eval.sample_prompts
         with as_user_error("--sample_prompts", describe=first_line):
-            texts = self.settings.eval.sample_prompts
-            self._prompts = [prompts.of_question(text) for text in texts]
+            self._prompts = [prompts.of_question(text) for text in self._texts]
 
-    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        # A run that was asked to stop makes no samples, to stop sooner.
-        if info.should_stop and not info.is_last:
-            return
-        if not info.is_due(self.settings.eval.eval_steps):
-            return
-        self.loop_context.settle()
+    def acts_after(self, info: StepInfo) -> bool:
+        """Return whether samples are made: not if the run was asked to stop, to stop sooner."""
+        may_skip = info.should_stop and not info.is_last
+        return info.is_due(self.run.settings.eval.eval_steps) and not may_skip
+
+    def act(self, info: StepInfo) -> None:
+        run = self.run
         start = time.monotonic()
-        sampling = Sampling(max_new_tokens=SAMPLE_TOKENS, seed=self.settings.optim.seed)
+        sampling = Sampling(max_new_tokens=SAMPLE_TOKENS, seed=run.settings.optim.seed)
 
         self.engine.phases.begin("a sample")
-        with self.loop_context.throughput.paused(), eager_code(self.engine.model):
+        with self.loop.throughput.paused(), eager_code(self.engine.model):
             texts = sample(
                 self.engine,
-                self.run.rows.tokenizer,
+                run.rows.tokenizer,
                 self._prompts,
                 sampling,
-                stop_token_ids=self.run.rows.stop_token_ids,
+                stop_token_ids=run.rows.stop_token_ids,
             )
         # A run with a time limit stops early enough to make samples once more.
-        self.run.deadline.reserve("samples", time.monotonic() - start)
-        pairs = zip(self.settings.eval.sample_prompts, texts, strict=True)
-        self.run.log_samples([{"prompt": prompt, "text": text} for prompt, text in pairs])
+        run.deadline.reserve("samples", time.monotonic() - start)
+        pairs = zip(self._texts, texts, strict=True)
+        run.log_samples([{"prompt": prompt, "text": text} for prompt, text in pairs])
 
 
 class Checkpoints(LoopCallback):
-    """Saves checkpoints."""
+    """Saves checkpoints, and compares the replicas before each, and every 100 steps."""
 
-    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        if not self.loop_context.saves_after(info):
+    def __init__(self, loop: Loop, optimizer_state: OptimizerState) -> None:
+        super().__init__(loop)
+        self.optimizer_state = optimizer_state
+        self.has_replicas = self.run.ranks.sharding.replicas > 1
+
+    def acts_after(self, info: StepInfo) -> bool:
+        compares = self.has_replicas and info.is_due(_COMPARE_STEPS)
+        return compares or self._saves_after(info)
+
+    def _saves_after(self, info: StepInfo) -> bool:
+        """Return whether a checkpoint is made after a step.
+
+        That is the case when ``--save_steps`` is due, which the last step always is; after any step
+        if the run was asked to stop; and at each evaluation that may choose the best checkpoint.
+        """
+        settings = self.run.settings
+        may_become_best = self.run.patience.keeps_best and info.is_due(settings.eval.eval_steps)
+        return info.should_stop or info.is_due(settings.run.save_steps) or may_become_best
+
+    def act(self, info: StepInfo) -> None:
+        check_replicas(self.run.ranks, self.engine.model)
+        if not self._saves_after(info):
             return
-        self.loop_context.settle()
         self.engine.phases.begin("a save")
-        with self.loop_context.throughput.paused():
-            save(self.run, self.engine, self.loop_context.optimizer_state)
+        with self.loop.throughput.paused():
+            save(self.run, self.engine, self.optimizer_state)
 
 
 class Finish(LoopCallback):
     """Records how the run has ended, and writes the model and a sample if it is finished."""
 
-    def __init__(self, context: LoopContext) -> None:
-        super().__init__(context)
-        self.model_step = self.run.step  # whose weights the finished model has
-
     def on_train_end(self) -> None:
         run = self.run
-        run.status.outcome = self._outcome()
-        if run.is_finished:
-            # The model is written: the run is finished, whatever becomes of the rest.
-            run.writer.set_status("finished", run.step, run.status.outcome.reason)
-            if self.loop_context.evaluates:
-                self._evaluate_rounded()
-            self.engine.phases.begin("a sample")
-            run.status.sample = final_sample(self.engine, run.rows, run.folder / "model")
-
-    def _outcome(self) -> Outcome:
-        """Write the model if the run is finished; return how the run has ended."""
-        run = self.run
+        status = run.status
         wait_for_saves(run)
-        if run.early_end:
-            return self._finished(run.early_end)
-        if run.step == run.settings.optim.max_steps:
-            return self._finished("all steps are done")
-
-        reason = run.status.stop_reason or "asked to stop"
-        self._say_how_to_resume(reason)
-        return Outcome("preempted", f"{reason}; step {run.step} is saved")
-
-    def _finished(self, reason: str) -> Outcome:
-        """Write the best weights if the run keeps them, and the last ones otherwise."""
-        run = self.run
-        self.model_step = load_best(run, self.engine)
-        write_model(run, self.engine, run.folder / "model")
-        return Outcome("finished", reason)
-
-    def _evaluate_rounded(self) -> None:
-        """Log the eval loss of the finished model if its weights were rounded to another dtype."""
-        run = self.run
-        dtype = round_weights(run, self.engine)
-        if dtype is None:
+        if not self.loop.is_last:
+            stop_reason = status.stop_reason or "asked to stop"
+            status.state = "preempted"
+            status.reason = f"{stop_reason}; step {run.step} is saved"
+            self._say_how_to_resume(stop_reason)
             return
-        with eager_code(self.engine.model):
-            loss = self.loop_context.measure()["loss"]
-        run.log({f"eval/{ROUNDED_LOSS}": loss})
-        trained_loss = Team.everyone().on_main(self._trained_loss)
-        before = "" if trained_loss is None else f" ({trained_loss:.4f} before rounding)"
-        run.record_event("rounded", f"eval loss {loss:.4f} in {dtype_name(dtype)}{before}")
 
-    def _trained_loss(self) -> float | None:
-        """Return the eval loss of the model before its weights were rounded, from the log."""
-        losses = [
-            entry["eval/loss"]
-            for entry in read_lines(self.run.folder / "metrics.jsonl")
-            if entry["step"] == self.model_step and entry.get("eval/loss") is not None
-        ]
-        return losses[-1] if losses else None
+        load_best(run, self.engine)
+        write_model(run, self.engine, run.folder / "model")
+        # The model is written: the run is finished, whatever becomes of the rest.
+        status.state = "finished"
+        status.reason = run.early_end or "all steps are done"
+        run.writer.set_status(status.state, run.step, status.reason)
+        self.engine.phases.begin("a sample")
+        status.sample = final_sample(self.engine, run.rows, run.folder / "model")
 
     def _say_how_to_resume(self, reason: str) -> None:
         folder = self.run.folder

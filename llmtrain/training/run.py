@@ -1,4 +1,4 @@
-"""An open run: what it is made of, what it logs, and how it looks when it is printed."""
+"""An open run: what it is made of, how far it is, what it logs, and how it looks when printed."""
 
 import contextlib
 import signal
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from accelerate import Accelerator
 
 from llmtrain.console import say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.files import read_object
+from llmtrain.interfaces.callback import StepResult
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.json_types import JsonObject
 from llmtrain.parallel.ranks import Ranks
@@ -26,7 +28,6 @@ from llmtrain.training.layout import Layout
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.parts import Parts
 from llmtrain.training.settings import Settings
-from llmtrain.training.status import EvalResult, RunStatus
 from llmtrain.training.steps import steps_per_epoch
 from llmtrain.training.summary import show_result
 
@@ -48,6 +49,84 @@ class RunSummary(NamedTuple):
     state: str
     step: int
     eval_loss: float | None
+
+
+class LaunchedStep(NamedTuple):
+    """The last step, whose numbers the host may not have read yet.
+
+    Attributes:
+        step: steps made, including this one.
+        rows: int64 [rows], the rows of this rank; see :class:`LocalBatch`.
+        result: the result of the step.
+    """
+
+    step: int
+    rows: torch.Tensor
+    result: StepResult
+
+
+@dataclass
+class RunStatus:
+    """How far a run is, why it should stop, and how it has ended.
+
+    Attributes:
+        step: steps made so far. The device may still compute the last one.
+        tokens: target tokens of the steps that are settled.
+        launched: the last step, until it is settled: see :class:`llmtrain.training.loop.Loop`.
+        skipped: steps that were skipped because their gradient was not finite.
+        compiled: whether the model's blocks are compiled; ``None`` until the warm-up chooses.
+        eval_step: the step after which the last evaluation was made.
+        eval_loss: its loss, if there was one.
+        stop_reason: why this rank wants to stop; empty if it does not.
+        stop_signal: the signal that asked this rank to stop, if there was one.
+        finish_reason: why a callback has finished the run before its last step; empty if none has.
+        state: how the run has ended: ``finished``, ``preempted`` or ``failed``.
+        reason: why it has ended.
+        sample: a text by the finished model, if it wrote one.
+    """
+
+    step: int
+    tokens: int
+    launched: LaunchedStep | None = None
+    skipped: int = 0
+    compiled: bool | None = None
+    eval_step: int | None = None
+    eval_loss: float | None = None
+    stop_reason: str = ""
+    stop_signal: signal.Signals | None = None
+    finish_reason: str = ""
+    state: str = "failed"
+    reason: str = "llmtrain.train() was not called"
+    sample: str | None = None
+
+    @property
+    def settled_step(self) -> int:
+        """Steps that are settled. All other counts belong to these steps."""
+        return self.step if self.launched is None else self.step - 1
+
+    def ask_to_stop(self, reason: str, stop_signal: signal.Signals | None = None) -> None:
+        """Let all ranks save and stop; see :meth:`Callback.wants_to_stop`."""
+        self.stop_reason = reason
+        self.stop_signal = stop_signal
+
+    def for_checkpoint(self) -> JsonObject:
+        """Return the part that ``state.json`` of a checkpoint stores."""
+        assert self.launched is None, f"step {self.step} is not settled"
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "skipped": self.skipped,
+            "compiled": self.compiled,
+            "finish_reason": self.finish_reason,
+        }
+
+    def restore(self, stored: JsonObject) -> None:
+        """Go on from what ``state.json`` of a checkpoint stores.
+
+        The step and the tokens are known since the run was opened.
+        """
+        self.skipped = stored["skipped"]
+        self.compiled = stored["compiled"]
 
 
 @dataclass(frozen=True)
@@ -114,7 +193,7 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """Whether the run has made all its steps, or has ended early, with a finished model."""
-        return self.status.outcome.state == "finished"
+        return self.status.state == "finished"
 
     @property
     def exit_status(self) -> int:
@@ -124,7 +203,7 @@ class Run:
         SIGUSR1 is a batch system's announcement of its time limit, and leaves 0.
         """
         stop_signal = self.status.stop_signal
-        if stop_signal in (None, signal.SIGUSR1) or self.status.outcome.state != "preempted":
+        if stop_signal in (None, signal.SIGUSR1) or self.status.state != "preempted":
             return 0
         return 128 + int(stop_signal)
 
@@ -140,7 +219,7 @@ class Run:
 
     def __reduce__(self) -> tuple[type[RunSummary], tuple[object, ...]]:
         status = self.status
-        return RunSummary, (self.folder, status.outcome.state, status.step, status.eval_loss)
+        return RunSummary, (self.folder, status.state, status.step, status.eval_loss)
 
     def history(self) -> "pandas.DataFrame":
         """Return the metrics of the run, with a row for each log entry.
@@ -167,7 +246,8 @@ class Run:
         }
         self.metrics.write(entry)
         if "eval/loss" in metrics:
-            self.status.last_eval = EvalResult(self.step, metrics)
+            self.status.eval_step = self.step
+            self.status.eval_loss = metrics["eval/loss"]
         return entry
 
     def log_samples(self, samples: Sequence[JsonObject]) -> None:
@@ -197,10 +277,10 @@ class Run:
 
         Args:
             reason: the reason.
-            step: steps made, if the reason names them. By default, those that are counted.
+            step: steps made, if the reason names them. By default, those that are settled.
         """
         if self.is_finished:
             return
-        failed_step = self.status.counted_step if step is None else step
+        failed_step = self.status.settled_step if step is None else step
         with contextlib.suppress(Exception):  # the error of the run is the one to show
             self.writer.set_status("failed", failed_step, reason)

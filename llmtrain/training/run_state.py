@@ -202,10 +202,8 @@ def _on_commit(run: Run, step: int) -> None:
 def _state(run: Run, engine: Engine) -> JsonObject:
     """Return the content of ``state.json``, except for its format version."""
     eval_loss = None
-    last_eval = run.status.last_eval
-    if last_eval is not None and last_eval.step == run.step:
-        loss = last_eval.metrics["eval/loss"]
-        eval_loss = loss if math.isfinite(loss) else None
+    if run.status.eval_step == run.step and math.isfinite(run.status.eval_loss or 0.0):
+        eval_loss = run.status.eval_loss
     scaler = engine.accelerator.scaler
 
     return {
@@ -222,17 +220,13 @@ def _state(run: Run, engine: Engine) -> JsonObject:
     }
 
 
-def load_best(run: Run, engine: Engine) -> int:
-    """Load the weights of the best evaluation if the run keeps them and they are not the last.
-
-    Returns:
-        The step after which the model had the weights that it has now.
-    """
+def load_best(run: Run, engine: Engine) -> None:
+    """Load the weights of the best evaluation if the run keeps them and they are not the last."""
     best_step = run.patience.best_step if run.patience.keeps_best else 0
     if run.patience.lack_of_improvement:
         run.record_event("worse", run.patience.lack_of_improvement)
     if best_step in (0, run.step):
-        return run.step
+        return
 
     path = checkpoint.path_of(run.folder / "checkpoints", best_step)
     fault = Team.everyone().on_main(lambda: checkpoint.find_fault(path))
@@ -241,12 +235,11 @@ def load_best(run: Run, engine: Engine) -> int:
             "damaged",
             f"the best checkpoint, {path}: {fault}; model/ gets the last weights instead",
         )
-        return run.step
+        return
 
     load_weights(run.bundle.files, engine.unwrapped, path / "model", engine.device)
     reason = run.patience.reason if run.patience.is_over else f"the best {run.patience.metric}"
     say("best", f"model/ has the weights of step {best_step}: {reason}")
-    return best_step
 
 
 def write_model(run: Run, engine: Engine, target: Path) -> None:
@@ -364,22 +357,3 @@ def _written_dtypes(model: nn.Module, files: ModelFormat) -> dict[str, torch.dty
         if narrowest != tensor.dtype and narrowest.itemsize <= tensor.dtype.itemsize:
             dtypes[name] = narrowest
     return dtypes
-
-
-@torch.no_grad()
-def round_weights(run: Run, engine: Engine) -> torch.dtype | None:
-    """Round the weights, in place, to those of the finished model's folder.
-
-    Returns:
-        The dtype of most weights; ``None`` if the folder has the very weights that were trained.
-    """
-    model = engine.unwrapped
-    files = run.bundle.files.finished(run.settings.run.save_dtype)
-    dtypes = Team.everyone().on_all(lambda: _written_dtypes(model, files))[0]
-    rounded = []
-    for name, tensor in run.bundle.files.tensors(model).items():
-        if name in dtypes:
-            shard = local_shard(tensor)
-            shard.copy_(shard.to(dtypes[name]))
-            rounded.append(dtypes[name])
-    return max(rounded, key=rounded.count, default=None)

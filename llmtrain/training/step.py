@@ -45,21 +45,16 @@ def train_step(
     engine.phases.begin("norm")
     norm = engine.clip_grad_norm(max_grad_norm)
     is_skipped = ~torch.isfinite(norm)
-    scalars = DeviceScalars(
+    numbers = DeviceScalars(
         {
             "grad_norm": norm,
             "target_tokens": totals.target_tokens,
-            "denominator": totals.divisor,
+            "divisor": totals.divisor,
             "stop_votes": totals.stop_votes,
         },
         engine.device,
     )
-    result = StepResult(
-        sums=sums,
-        extra=extra,
-        is_skipped=is_skipped,
-        scalars=scalars,
-    )
+    result = StepResult(sums, extra, is_skipped, numbers)
 
     if skips_on_device(engine, optimizer):
         engine.phases.begin("optimizer")

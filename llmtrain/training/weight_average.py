@@ -12,7 +12,7 @@ import torch
 
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
-from llmtrain.interfaces.callback import Callback, StepInfo, StepResult, Training
+from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.parallel.shards import local_shard
 from llmtrain.parallel.team import Team
 from llmtrain.training.compensation import assign
@@ -76,7 +76,7 @@ class WeightAverage(Callback):
         self._average: dict[str, torch.Tensor] = {}
         self._shards: dict[str, torch.Tensor] = {}  # this rank's shards of the weights
 
-    def setup(self, training: Training) -> None:
+    def setup(self, training: Any) -> None:
         self._training = training
         self._count = 0
         if self._folder is not None:

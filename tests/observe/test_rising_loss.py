@@ -2,6 +2,7 @@
 
 import math
 import random
+import statistics
 from collections.abc import Callable
 
 import pytest
@@ -11,16 +12,18 @@ from llmtrain.observe.rising_loss import RisingLoss
 STEPS = 300
 
 
-def events_of(loss_of: Callable[[int], float], logging_steps: int) -> list[str]:
-    """Return the events of a run with these losses."""
+def events_of(
+    loss_of: Callable[[int], float], logging_steps: int, eval_loss: float | None = None
+) -> list[str]:
+    """Return the events of a run with these losses, and this eval loss before its first step."""
     rising = RisingLoss(STEPS)
     events = []
+    if eval_loss is not None:
+        rising.add_entry(0, {"eval/loss": eval_loss})
     for step in range(1, STEPS + 1):
         loss = loss_of(step)
-        if rising.needs_loss_of(step):
-            rising.add_first_loss(loss)
         if step % logging_steps == 0:
-            events.append(rising.find_new(step, loss))
+            events.append(rising.add_entry(step, {"train/loss": loss}))
     return [event for event in events if event]
 
 
@@ -52,12 +55,16 @@ def ipo(step: int, draw: random.Random) -> float:
 
 @pytest.mark.parametrize("logging_steps", [1, 5, 10])
 @pytest.mark.parametrize("curve", [pretraining, single_rows, low, dpo, ipo])
+@pytest.mark.parametrize("has_evaluations", [True, False])
 def test_a_healthy_run_has_no_event(
-    curve: Callable[[int, random.Random], float], logging_steps: int
+    curve: Callable[[int, random.Random], float], logging_steps: int, has_evaluations: bool
 ) -> None:
     for seed in range(50):
         draw = random.Random(seed)
-        assert events_of(lambda step: curve(step, draw), logging_steps) == []  # noqa: B023
+        eval_loss = None
+        if has_evaluations:
+            eval_loss = statistics.fmean(curve(1, draw) for _ in range(100))
+        assert events_of(lambda step: curve(step, draw), logging_steps, eval_loss) == []  # noqa: B023
 
 
 @pytest.mark.parametrize("logging_steps", [1, 5, 10, STEPS // 5])  # the last has five entries
@@ -68,7 +75,17 @@ def test_a_run_whose_loss_stays_above_its_start_has_one_event(
     """Also if it rises before the first log entry, or with an entry that is not finite."""
 
     def loss_of(step: int) -> float:
-        return math.inf if step == 200 else first * (1 if step <= 5 else 5) + step % 5 / 10
+        return math.inf if step == 200 else first * 5 + step % 5 / 10
+
+    [event] = events_of(loss_of, logging_steps, eval_loss=first)
+    assert f"above its start, {first:.4g}, since step" in event
+
+
+@pytest.mark.parametrize("logging_steps", [1, 5, 10])
+def test_without_evaluations_the_first_five_entries_are_the_start(logging_steps: int) -> None:
+    def loss_of(step: int) -> float:
+        return 2.0 + step / 1000 if step <= 5 * logging_steps else 9.0
 
     [event] = events_of(loss_of, logging_steps)
-    assert f"above its start, {first + 0.4:.4g}, since step" in event
+    start = loss_of(5 * logging_steps)
+    assert f"above its start, {start:.4g}, since step {6 * logging_steps};" in event

@@ -9,13 +9,14 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import llmtrain as lt
 from llmtrain.interfaces.batches import Batch
-from llmtrain.interfaces.callback import StepResult, Training
+from llmtrain.interfaces.callback import StepResult
 from llmtrain.interfaces.objective import LossSums
 from recipes.gpt import DEFAULTS, build, tokenized
 
@@ -54,7 +55,7 @@ class Fault(lt.Callback):
     def __init__(self, loss: FaultyLoss) -> None:
         self.loss = loss
 
-    def setup(self, training: Training) -> None:
+    def setup(self, training: Any) -> None:
         self.training = training
 
     def on_step_begin(self, batch: object) -> None:

@@ -23,7 +23,7 @@ from llmtrain.models.config import GPTConfig
 from llmtrain.models.generation import Sampling
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.engine import Engine
-from llmtrain.training.evaluate import eval_extra, evaluate, sample
+from llmtrain.training.evaluate import evaluate, sample
 from llmtrain.training.run import Run
 from tests.engines import engine_of
 
@@ -104,8 +104,7 @@ def test_loss_and_metrics_get_the_result_of_the_eval_prepass(
 ) -> None:
     engine = engine_of(accelerator, NatPerToken(), UsesCounts())
 
-    extra = eval_extra(engine, lambda: ten_target_tokens)
-    metrics = evaluate(engine, ten_target_tokens, text_bytes=0, extra=extra)
+    metrics = evaluate(engine, ten_target_tokens, text_bytes=0)
 
     assert metrics["loss"] == 10, "each token counts ten nats"
     assert metrics["nll_per_token"] == 1
@@ -179,7 +178,7 @@ def test_a_metric_that_lacks_a_name_in_some_batch_is_refused(engine: Engine) -> 
         )
 
 
-@pytest.mark.parametrize("name", ["twice", "loss", "rounded_loss"])
+@pytest.mark.parametrize("name", ["twice", "loss"])
 def test_two_metrics_of_one_name_are_refused(name: str, engine: Engine) -> None:
     def twice(model: Any, batch: Batch) -> dict[str, int]:
         return {"twice": 1}

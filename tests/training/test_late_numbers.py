@@ -15,15 +15,15 @@ import torch
 from accelerate import Accelerator
 
 import llmtrain as lt
+from llmtrain.device_numbers import DeviceScalars
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch, LocalBatch
-from llmtrain.interfaces.callback import StepInfo, StepNumbers, StepResult
+from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.sharding import Sharding
 from llmtrain.record.history import read_lines
 from llmtrain.training import step
 from llmtrain.training.adamw import EightBitAdamW
-from llmtrain.training.context import LoopContext
 from llmtrain.training.device_skip import can_skip_on_device
 from llmtrain.training.run import Run
 from tests.engines import engine_of
@@ -192,7 +192,7 @@ def test_the_next_forward_pass_begins_before_the_numbers_of_a_step_are_read(
     train_with_nan: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    numbers = StepResult.numbers.fget
+    read = DeviceScalars.read
     objective_loss = NanLoss.loss
 
     def loss(self: NanLoss, *arguments: Any) -> lt.LossSums:
@@ -200,53 +200,20 @@ def test_the_next_forward_pass_begins_before_the_numbers_of_a_step_are_read(
             calls.append("forward")
         return objective_loss(self, *arguments)
 
-    def recorded_numbers(result: StepResult) -> StepNumbers:
-        if not result.is_read:
+    def recorded_read(scalars: DeviceScalars) -> dict[str, float]:
+        is_first = not scalars.is_read
+        numbers = read(scalars)
+        if is_first and "grad_norm" in numbers:
             calls.append("read")
-        return numbers(result)
+        return numbers
 
     monkeypatch.setattr(NanLoss, "loss", loss)
-    monkeypatch.setattr(StepResult, "numbers", property(recorded_numbers))
+    monkeypatch.setattr(DeviceScalars, "read", recorded_read)
     train_with_nan("run", nan_steps=())
 
-    # Steps 4, 8 and 12 are evaluated and saved. The check of states looks at the first step.
-    first_step = ["forward", "read"]
-    steps_2_to_4 = ["forward", "forward", "read", "forward", "read", "read"]
-    four_steps = ["forward", "forward", "read", "forward", "read", "forward", "read", "read"]
-    assert calls == [*first_step, *steps_2_to_4, *four_steps, *four_steps]
-
-
-def test_a_save_before_the_numbers_of_the_last_step_are_counted_is_an_error(
-    train_with_nan: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    count_numbers = LoopContext.count_numbers
-
-    def forget_step_4(context: LoopContext) -> None:
-        if context.run.step != 4:
-            count_numbers(context)
-
-    monkeypatch.setattr(LoopContext, "count_numbers", forget_step_4)
-    with pytest.raises(RuntimeError, match="the numbers of step 4 are not counted yet"):
-        train_with_nan("run", nan_steps=())
-    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
-
-
-def test_a_callback_that_writes_the_model_does_not_write_it_after_a_step_too_many(
-    train_with_nan: Train, tmp_path: Path
-) -> None:
-    class Exports(lt.Callback):
-        fingerprint = None
-
-        def setup(self, training: Any) -> None:
-            self.training = training
-
-        def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-            self.training.write_model(tmp_path / f"model-{info.step}")
-
-    with pytest.raises(UserError, match="step 2 was skipped"):
-        train_with_nan("run", callbacks=(Exports(),))
-    assert (tmp_path / "model-1").exists()
-    assert not (tmp_path / "model-2").exists()
+    # Steps 4, 8 and 12 are evaluated and saved.
+    steps_1_to_4 = ["forward", "forward", "read", "forward", "read", "forward", "read", "read"]
+    assert calls == steps_1_to_4 * 3
 
 
 class CrashesAt(lt.Callback):
@@ -414,47 +381,6 @@ def test_a_callback_gets_results_and_log_entries_before_the_next_step_or_takes_t
     train_with_nan("late", nan_steps=(), callbacks=(late,))
     calls = late.calls
     assert calls.index(("begin", 3)) < calls.index(("result", 2)) < calls.index(("begin", 4))
-
-
-def test_a_state_that_a_result_changes_is_checked_after_the_first_step(
-    train_with_nan: Train,
-) -> None:
-    class KeepsAFunction(lt.Callback):
-        fingerprint = None
-        takes_late_results = True
-        state: object = 0.0
-
-        def state_dict(self) -> dict[str, object]:
-            return {"state": self.state}
-
-        def on_step_result(self, step: int, result: StepResult) -> None:
-            self.state = len
-
-    with pytest.raises(UserError, match="KeepsAFunction"):
-        train_with_nan("run", nan_steps=(), callbacks=(KeepsAFunction(),), max_steps=1000)
-
-
-class NotesStates(lt.Callback):
-    """Notes the steps after which its state is asked for."""
-
-    fingerprint = None
-
-    def setup(self, training: Any) -> None:
-        self.training = training
-        self.steps: list[int] = []
-
-    def state_dict(self) -> dict[str, object]:
-        if hasattr(self, "steps"):
-            self.steps.append(self.training.step)
-        return {}
-
-
-def test_states_are_checked_once_after_the_first_step_that_was_not_skipped(
-    train_with_nan: Train,
-) -> None:
-    notes = NotesStates()
-    train_with_nan("run", nan_steps=(1, 2), callbacks=(notes,), skip_nonfinite=5)
-    assert notes.steps == [3, 4, 8, 12], "the last three are saves"
 
 
 def test_memory_of_the_prepass_is_free_in_the_next_step(

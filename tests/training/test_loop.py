@@ -25,7 +25,7 @@ from llmtrain.record.history import as_numbers, read_lines
 from llmtrain.training import periodic
 from llmtrain.training.callbacks import MemoryAdvice
 from llmtrain.training.checks import check_wrapping
-from llmtrain.training.context import LoopContext
+from llmtrain.training.loop import Loop
 from llmtrain.training.run import Run
 from recipes import finetune, gpt
 from tests.launching import read_json, series
@@ -86,7 +86,7 @@ def test_a_run_that_fails_closes_its_contexts_and_leaves_no_hooks_and_no_thread(
     train("first", model=model)
     assert hook_count(model) == before
 
-    monkeypatch.setattr(LoopContext, "settle", crash)
+    monkeypatch.setattr(Loop, "_settle", crash)
     recorder = RecordsContext()
     with pytest.raises(CrashError) as failure:
         train("second", model=model, callbacks=[recorder])
@@ -108,7 +108,7 @@ class Whereabouts(Callback):
         self.locations: list[str] = []
 
     def setup(self, training: Any) -> None:
-        self.phases = training._context.engine.phases
+        self.phases = training.engine.phases
 
     def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
         self.locations.append(self.phases.location)

@@ -126,8 +126,8 @@ def test_the_result_of_a_step(accelerator: Accelerator, model: GPT) -> None:
     result = train_step(engine, optimizer, split(batch, 4), max_grad_norm=1.0, stop_requested=True)
     assert float(result.sums.loss) == pytest.approx(expected_loss, rel=1e-6)
     assert result.target_tokens == result.denominator == expected_count
-    assert result.should_stop
-    assert not train_step(engine, optimizer, split(batch, 4), max_grad_norm=1.0).should_stop
+    assert result.stop == "save"
+    assert not train_step(engine, optimizer, split(batch, 4), max_grad_norm=1.0).stop
 
 
 class ScaledRows(Objective):
