@@ -27,7 +27,7 @@ from llmtrain.data.loader import train_loader
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
 from llmtrain.parallel.ddp import ReplicatedEngine
-from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import ranks_of
 from llmtrain.training.step import train_step
 
 # The loader, and a step to compare it with.
@@ -68,7 +68,7 @@ def compare_loader(table: Table, folder: Path) -> None:
     model = GPT(MODEL, VOCABULARY)
     optimizer = make_optimizer(accelerator, model, OptimConfig())
     model, optimizer = accelerator.prepare(model, optimizer)
-    engine = ReplicatedEngine(Ranks(accelerator), model)
+    engine = ReplicatedEngine(ranks_of(accelerator), model)
     ids = torch.randint(VOCABULARY, (BATCH, MODEL.block_size + 1))
     batches_of_step = [{"input_ids": ids, "labels": ids}]
 

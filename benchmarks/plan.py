@@ -38,7 +38,7 @@ from llmtrain.lab.plan.calibration import calibrate
 from llmtrain.lab.plan.hardware import GLOO_LATENCY, PlanRequest
 from llmtrain.lab.plan.layouts import make_plan
 from llmtrain.lab.plan.speed import Cluster, Compute, Link, step_time
-from llmtrain.parallel.sharding import Sharding
+from llmtrain.parallel.ranks import Sharding
 from llmtrain.training.predicted_memory import Memory
 from llmtrain.training.recipe_model import build_recipe_model
 from tests.machines import two_machines

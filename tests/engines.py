@@ -9,7 +9,7 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.objective import Objective
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.ddp import ReplicatedEngine
-from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import ranks_of
 from llmtrain.training.loop import Loop
 from llmtrain.training.periodic import Finish
 from llmtrain.training.run import Run
@@ -25,7 +25,7 @@ def engine_of(
         model: a model, prepared or not. It becomes trainable in place.
         objective: what is minimised; the mean nll per target token if it is left out.
     """
-    return ReplicatedEngine(Ranks(accelerator), make_trainable(model), objective=objective)
+    return ReplicatedEngine(ranks_of(accelerator), make_trainable(model), objective=objective)
 
 
 def split(batch: Batch, micro_batch: int) -> list[Batch]:

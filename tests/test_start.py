@@ -21,7 +21,7 @@ from llmtrain.launching import launch_checks, process
 from llmtrain.launching.launch_checks import check_launch
 from llmtrain.launching.launcher import Launched
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.sharding import Sharding
+from llmtrain.parallel.ranks import Sharding
 
 
 def set_variables(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:

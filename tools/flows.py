@@ -93,11 +93,11 @@ def first_batch(folder: Path) -> Callable[[], Any]:
 
 def first_loss(folder: Path) -> Callable[[], Any]:
     """Return a function that loads a model by the name of its folder, and computes a loss."""
-    from accelerate import Accelerator
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import llmtrain as lt
     from llmtrain.parallel.placement import place
+    from llmtrain.parallel.sharding import TrainingAccelerator
 
     rows = rows_of_chats(folder)()
     [batch, *_] = first_batch(folder)()
@@ -105,7 +105,7 @@ def first_loss(folder: Path) -> Callable[[], Any]:
     config = AutoConfig.for_model("llama", **sizes, num_key_value_heads=2, intermediate_size=96)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
     model_config = lt.ModelConfig(str(folder / "base"), max_length=128)
-    accelerator = Accelerator(cpu=True)
+    accelerator = TrainingAccelerator(cpu=True)
 
     def compute() -> Any:
         bundle = lt.load_model(model_config, lora=None, rows=rows, seed=0, precision="no")

@@ -54,7 +54,6 @@ def _evaluate(arguments: argparse.Namespace) -> dict[str, float]:
     from llmtrain.models.export import folder_config, gives_scores
     from llmtrain.parallel.engine_choice import engine_for
     from llmtrain.parallel.placement import place
-    from llmtrain.parallel.ranks import Ranks
     from llmtrain.record.history import History, is_run
     from llmtrain.training.evaluate import evaluate
 
@@ -86,8 +85,7 @@ def _evaluate(arguments: argparse.Namespace) -> dict[str, float]:
     data.fit_micro_batch(rows.positions)
 
     accelerator = start_accelerator()
-    ranks = Ranks(accelerator)
-    if ranks.world_size > 1:
+    if accelerator.ranks.world_size > 1:
         raise UserError("llmtrain eval works on one process; start it without a launcher.")
     bundle = lt.load_model(model_config, None, rows, seed=0, precision=accelerator.mixed_precision)
     place(accelerator, bundle)
@@ -99,5 +97,7 @@ def _evaluate(arguments: argparse.Namespace) -> dict[str, float]:
         source_rows=[*rows.eval_sources.values()],
     )
     model, eval_batches = accelerator.prepare(bundle.model, batches)
-    engine = engine_for(ranks, model, bundle.objective, lt.ParallelConfig(), accumulation=1)
+    engine = engine_for(
+        accelerator.ranks, model, bundle.objective, lt.ParallelConfig(), accumulation=1
+    )
     return evaluate(engine, eval_batches, rows.metadata.eval_bytes, sources=rows.eval_sources)

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import InitProcessGroupKwargs
 from torch.distributed import PrefixStore, TCPStore
 
-from llmtrain.console import pluralize, say
+from llmtrain.console import pluralize, rank, say
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
 from llmtrain.launching.launch_checks import check_launch
@@ -21,7 +21,8 @@ from llmtrain.launching.sharding_request import is_sharding_requested, requested
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
 from llmtrain.parallel.fsdp import let_cpus_shard, sharding_settings
-from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
+from llmtrain.parallel.ranks import Sharding
+from llmtrain.parallel.sharding import TrainingAccelerator
 from llmtrain.shipped import shipped_config
 
 
@@ -80,7 +81,7 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
     )
     # Accelerate reads this attribute when it wraps a model. Its constructor does not take it.
     accelerator.ddp_handler = DDPHandler(parallel.bucket_mib)
-    _check_group_size(accelerator)
+    _check_group(accelerator)
     if accelerator.is_fsdp2 != (sharding is not None):
         raise UserError(
             f"accelerate {accelerate_version} did not shard as its config says; "
@@ -123,14 +124,19 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _check_group_size(accelerator: Accelerator) -> None:
-    """Raise :class:`UserError` if the process group lacks processes that the launcher started."""
+def _check_group(accelerator: TrainingAccelerator) -> None:
+    """Raise :class:`UserError` unless the process group is the one that the launcher started."""
     world = _world_size()
     if accelerator.num_processes != world:
         raise UserError(
             f"the launcher started {world} processes, but this one is in a group of "
             f"{accelerator.num_processes}, so each would train alone; "
             "start with: accelerate launch --multi_gpu --num_processes N, or torchrun."
+        )
+    if accelerator.ranks.rank != rank():
+        raise UserError(
+            f"the environment says RANK={rank()}, but this process is rank "
+            f"{accelerator.ranks.rank} of its group; unset RANK, or start with a launcher."
         )
 
 

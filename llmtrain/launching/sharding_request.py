@@ -8,7 +8,7 @@ from llmtrain.errors import UserError
 from llmtrain.shipped import shipped_config
 
 if TYPE_CHECKING:
-    from llmtrain.parallel.sharding import Sharding
+    from llmtrain.parallel.ranks import Sharding
 
 
 class _Supported(NamedTuple):
@@ -92,7 +92,7 @@ def requested_sharding(processes: int) -> "Sharding | None":
         )
     if shards == 1:
         return None
-    from llmtrain.parallel.sharding import Sharding  # it loads torch
+    from llmtrain.parallel.ranks import Sharding  # it loads torch
 
     return Sharding(replicas=replicas, shards=shards, cpu_offload=is_on("FSDP_OFFLOAD_PARAMS"))
 

@@ -19,7 +19,7 @@ from llmtrain.errors import UserError
 from llmtrain.launching.children import start_command
 from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.placement import place_sharded
-from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import ranks_of
 from llmtrain.shipped import shipped_folder
 
 # The columns of a micro-batch.
@@ -96,7 +96,7 @@ def sharded_gpt(accelerator: Accelerator) -> GPT:
     """Return the model of :func:`small_gpt`, sharded over the ranks."""
     with torch.device("meta"):
         model = small_gpt()
-    place_sharded(Ranks(accelerator), model, model.initial_weights(0))
+    place_sharded(ranks_of(accelerator), model, model.initial_weights(0))
     return model
 
 
@@ -143,7 +143,7 @@ class Training:
         )
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.engine = engine_for(
-            Ranks(accelerator),
+            ranks_of(accelerator),
             self.model,
             objective=Objective(),
             config=parallel or ParallelConfig(),

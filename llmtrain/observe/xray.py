@@ -21,7 +21,6 @@ from llmtrain.files import write_json
 from llmtrain.json_types import JsonObject
 from llmtrain.parallel.collectives import BucketFuture
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.team import Team
 from llmtrain.phase_names import PHASES
 from llmtrain.phases import Mark, Phases, PhaseStart
 
@@ -169,7 +168,7 @@ class XRay:
 
     def _gather(self) -> None:
         """Gather the recordings of all processes; all ranks call this."""
-        recordings = Team.everyone().on_all(self._local_recording)
+        recordings = self.ranks.on_all(self._local_recording)
         if not self.ranks.is_main:
             return
 
@@ -257,8 +256,7 @@ def _clock_offset(ranks: Ranks) -> float:
     Processes on one machine share a clock. Otherwise each reads its clock after a collective, when
     all are there. The result is the median over several collectives.
     """
-    team = Team.everyone()
-    hosts = team.on_all(platform.node)
+    hosts = ranks.on_all(platform.node)
     if len(set(hosts)) == 1:
         return 0.0
 
@@ -266,7 +264,7 @@ def _clock_offset(ranks: Ranks) -> float:
     for _ in range(_CLOCK_ROUNDS):
         float(ranks.accelerator.reduce(torch.ones((), device=ranks.device)))
         times.append(time.perf_counter())
-    first_rank_times = team.on_all(lambda: times)[0]
+    first_rank_times = ranks.on_all(lambda: times)[0]
 
     differences = [
         local_time - first_rank_time

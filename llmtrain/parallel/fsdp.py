@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from llmtrain.errors import UserError
 from llmtrain.parallel.blocks import HasEmbeddings, blocks_of, reshard
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.sharding import Sharding
+from llmtrain.parallel.ranks import Sharding
 from llmtrain.parallel.shards import local_shard
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle, Weights
 from llmtrain.parallel.fsdp import parameter_groups, shard
-from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.sharding import Sharding
+from llmtrain.parallel.ranks import Ranks, Sharding
+from llmtrain.parallel.sharding import ranks_of
 from llmtrain.parallel.shards import fill, local_shard
 from llmtrain.shipped import shipped_config
 
@@ -41,7 +41,7 @@ def place(accelerator: Accelerator, bundle: ModelBundle) -> ModelBundle:
     class_name = type(model).__name__  # before FSDP renames it
     # Quantized weights are stored as integers.
     is_quantized = not all(p.is_floating_point() for p in model.parameters())
-    ranks = Ranks(accelerator)
+    ranks = ranks_of(accelerator)
     sharding = ranks.sharding
 
     if sharding.is_sharded and is_quantized and bundle.weights is None:

@@ -1,6 +1,9 @@
-"""The ranks of a run: who this process is, and sums over all of them."""
+"""The ranks of a run: who this process is, how they share the model, and what they do together."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -8,50 +11,181 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from llmtrain.device_numbers import DeviceNumbers
-from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
+from llmtrain.errors import FailedElsewhereError, UserError, explain, first_line
+
+T = TypeVar("T")
 
 
-class Ranks:
-    """The ranks of a run, where this process is among them, and how they shard the model.
+class _Outcome(NamedTuple, Generic[T]):
+    """What an action of one rank has led to, as the other ranks receive it.
 
-    An open run has one of these in ``Run.ranks``, which its engine holds, too.
+    Attributes:
+        result: what the action returned; ``None`` if it failed.
+        failure: the error that the other ranks raise; ``None`` if the action succeeded.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
+    result: T | None = None
+    failure: Exception | None = None
 
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        device: torch.device = self.accelerator.device
-        return device
 
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-        return int(self.accelerator.process_index)
+def _fixable(error: Exception) -> UserError | None:
+    """Return the error as one that the user can fix, or ``None`` if it is a bug."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, OSError):
+        fixable = UserError(explain(error) or f"{first_line(error).rstrip('.')}.")
+        fixable.__cause__ = error
+        return fixable
+    return None
 
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return int(self.accelerator.num_processes)
+
+def _for_other_ranks(failure: Exception, rank: int) -> UserError | FailedElsewhereError:
+    """Return what the other ranks raise if this rank fails.
+
+    The error itself stays here: it may refer to objects that cannot be sent.
+    """
+    if isinstance(failure, UserError):
+        return UserError(str(failure))
+    name = type(failure).__name__
+    return FailedElsewhereError(
+        f"rank {rank} has failed: {name}: {first_line(failure).rstrip('.')}; its output has the "
+        "traceback."
+    )
+
+
+class Team:
+    """Processes that run actions together: an action works on all of them, or raises on all.
+
+    Args:
+        rank: the number of this process.
+        group: the process group; ``None`` if the team is this process only.
+    """
+
+    def __init__(self, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
+        self.rank = rank
+        self.group = group
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that logs and writes files."""
-        return bool(self.accelerator.is_main_process)
+        """Whether this is rank 0, which logs and writes files."""
+        return self.rank == 0
+
+    def with_new_group(self, timeout: float = 1800) -> "Team":
+        """Return the same ranks with a gloo group of their own; all of them call this.
+
+        A save in the background needs a separate group, because its collectives would otherwise mix
+        with those of training.
+
+        Args:
+            timeout: seconds after which an action fails if a rank is missing.
+        """
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        return Team(self.rank, group)
+
+    def on_all(self, action: Callable[[], T]) -> list[T]:
+        """Run ``action`` on every rank, and return the results of all ranks in rank order.
+
+        If the action fails on one rank, all ranks raise an error, so none of them waits for a rank
+        that has left.
+
+        Raises:
+            UserError: on all ranks, if the failure is one that the user can fix.
+            FailedElsewhereError: on the ranks that did not fail, for any other failure. The rank
+                that failed raises the error itself, with its traceback.
+        """
+        failure: Exception | None = None
+        outcome: _Outcome[T]
+        try:
+            outcome = _Outcome(result=action())
+        except Exception as error:
+            failure = _fixable(error) or error
+            outcome = _Outcome(failure=_for_other_ranks(failure, self.rank))
+
+        outcomes = [outcome]
+        if self.group is not None:
+            outcomes *= dist.get_world_size(self.group)
+            dist.all_gather_object(outcomes, outcome, self.group)
+
+        if failure is not None:
+            raise failure
+        for outcome in outcomes:
+            if outcome.failure is not None:
+                raise outcome.failure
+        return [cast(T, outcome.result) for outcome in outcomes]
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on rank 0, and return its result on all ranks.
+
+        Raises:
+            UserError: on all ranks, if the action failed with an error that the user can fix.
+            FailedElsewhereError: on all other ranks, if it failed with any other error.
+        """
+
+        def run_if_main() -> list[T]:
+            return [action()] if self.is_main else []
+
+        [result] = self.on_all(run_if_main)[0]
+        return result
+
+
+# The team of code without a run, which works in this process only.
+THIS_RANK = Team()
+
+
+@dataclass
+class Sharding:
+    """How many ranks hold one copy of the model, each of them a shard.
+
+    These are the sizes of the device mesh of torch that Accelerate makes. Its dimensions are named
+    ``dp_replicate`` and ``dp_shard``.
+
+    Attributes:
+        replicas: copies of the model.
+        shards: ranks over which FSDP2 shards each weight.
+        cpu_offload: whether FSDP2 keeps the weights in the memory of the host.
+    """
+
+    replicas: int
+    shards: int
+    cpu_offload: bool = False
 
     @property
-    def is_local_main(self) -> bool:
-        """Whether this is the first process of its machine."""
-        return bool(self.accelerator.is_local_main_process)
+    def layout(self) -> str:
+        """The sizes as ``run.json`` records them, such as ``1x2``."""
+        return f"{self.replicas}x{self.shards}"
 
     @property
-    def sharding(self) -> Sharding:
-        """How the ranks shard the model: into one shard if every rank holds the full model."""
-        if isinstance(self.accelerator, TrainingAccelerator):
-            return self.accelerator.sharding
-        return Sharding(replicas=self.world_size, shards=1)
+    def is_sharded(self) -> bool:
+        """Whether each rank holds only a shard of the weights."""
+        return self.shards > 1
+
+    @property
+    def processes(self) -> int:
+        """The number of ranks of all replicas."""
+        return self.replicas * self.shards
+
+
+class Ranks(Team):
+    """The ranks of a run.
+
+    This is the only place that knows who this process is. The Accelerator that
+    :func:`llmtrain.start` makes holds it; a run and its engine have it, too. Before that,
+    :func:`llmtrain.console.rank` says what the launcher has told this process, for what it prints.
+
+    Args:
+        accelerator: the Accelerator, which has joined the process group.
+        sharding: how the ranks share the model: one shard if every rank holds the full model.
+    """
+
+    def __init__(self, accelerator: Accelerator, sharding: Sharding) -> None:
+        group = dist.group.WORLD if dist.is_initialized() else None
+        super().__init__(int(accelerator.process_index), group)
+        self.accelerator = accelerator
+        self.sharding = sharding
+        self.device: torch.device = accelerator.device
+        self.world_size = int(accelerator.num_processes)
+        # Whether this is the first process of its machine.
+        self.is_local_main = bool(accelerator.is_local_main_process)
 
     @property
     def is_sharded(self) -> bool:

@@ -1,46 +1,13 @@
-"""How a run shards its model over the ranks, and the Accelerator that knows it."""
+"""The Accelerator of a run, which knows the ranks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from accelerate import Accelerator
 
 from llmtrain.errors import UserError
 from llmtrain.interfaces.part import Part, name_of
-
-
-@dataclass
-class Sharding:
-    """How many ranks hold one copy of the model, each of them a shard.
-
-    These are the sizes of the device mesh of torch that Accelerate makes. Its dimensions are named
-    ``dp_replicate`` and ``dp_shard``.
-
-    Attributes:
-        replicas: copies of the model.
-        shards: ranks over which FSDP2 shards each weight.
-        cpu_offload: whether FSDP2 keeps the weights in the memory of the host.
-    """
-
-    replicas: int
-    shards: int
-    cpu_offload: bool = False
-
-    @property
-    def layout(self) -> str:
-        """The sizes as ``run.json`` records them, such as ``1x2``."""
-        return f"{self.replicas}x{self.shards}"
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each rank holds only a shard of the weights."""
-        return self.shards > 1
-
-    @property
-    def processes(self) -> int:
-        """The number of ranks of all replicas."""
-        return self.replicas * self.shards
+from llmtrain.parallel.ranks import Ranks, Sharding
 
 
 class RegisteredPart(Part):
@@ -65,7 +32,7 @@ class RegisteredPart(Part):
 
 
 class TrainingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
-    """Accelerate's Accelerator, which also knows how this run shards models.
+    """Accelerate's Accelerator, which also holds the :class:`Ranks` of the run.
 
     Args:
         sharding: how ranks share models; ``None`` if every rank holds the full model.
@@ -73,6 +40,7 @@ class TrainingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         settings: the arguments of Accelerate's own class.
 
     Attributes:
+        ranks: who this process is, and how the ranks share models.
         registered: the objects of :meth:`register_for_checkpointing`, in order.
     """
 
@@ -80,7 +48,8 @@ class TrainingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
         self, sharding: Sharding | None = None, bitwise: bool = False, **settings: object
     ) -> None:
         super().__init__(**settings)
-        self.sharding = sharding or Sharding(replicas=int(self.num_processes), shards=1)
+        replicated = Sharding(replicas=int(self.num_processes), shards=1)
+        self.ranks = Ranks(self, sharding or replicated)
         self.bitwise = bitwise
         self.registered: list[Part] = []
 
@@ -127,3 +96,14 @@ def _refuse(method: str) -> NoReturn:
         f"Accelerator.{method} has no effect here: a run does not call save_state. Register an "
         "object with state_dict and load_state_dict with Accelerator.register_for_checkpointing."
     )
+
+
+def ranks_of(accelerator: Accelerator) -> Ranks:
+    """Return the ranks that an Accelerator of :func:`llmtrain.start` holds.
+
+    Raises:
+        UserError: if it is another Accelerator.
+    """
+    if not isinstance(accelerator, TrainingAccelerator):
+        raise UserError("use the Accelerator that llmtrain.start() makes, instead of another one.")
+    return accelerator.ranks

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
-from llmtrain.parallel.team import Team
+from llmtrain.parallel.ranks import Team
 from llmtrain.record.running_code import code_digests
 from llmtrain.versions import versions
 

@@ -27,8 +27,8 @@ from llmtrain.files import (
 )
 from llmtrain.interfaces.model_bundle import ModelFormat, TensorConverter
 from llmtrain.json_types import JsonObject
+from llmtrain.parallel.ranks import THIS_RANK, Team
 from llmtrain.parallel.shards import meta_like
-from llmtrain.parallel.team import THIS_RANK, Team
 from llmtrain.quantities import size_text
 from llmtrain.record.checkpoint import MANIFEST, STRUCTURE, file_names, path_of, prune
 from llmtrain.record.format import with_version

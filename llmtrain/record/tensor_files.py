@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from llmtrain.files import Hashed, errors_name, json_text, write_hashed
 from llmtrain.interfaces.model_bundle import TensorConverter
 from llmtrain.json_types import JsonObject
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import gather_to, meta_like
-from llmtrain.parallel.team import Team
 
 # With "pread", tensors have their own memory instead of pages of a file that may be deleted, and
 # are read faster. Older versions of safetensors do not have it.
@@ -287,26 +287,25 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, tensor
 
 
-def read_tensors_on_main(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors_on_main(folder: Path, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a folder that rank 0 sees, by name and one at a time, on every rank.
 
     Args:
         folder: the folder. Other ranks need not see it.
-        device: the device over which rank 0 sends the tensors.
+        ranks: the ranks, over whose devices rank 0 sends the tensors.
     """
-    team = Team.everyone()
-    if team.group is None:
+    if ranks.group is None:
         yield from read_tensors(folder)
         return
 
-    tensors = read_tensors(folder) if team.is_main else None
-    for name, shape, dtype in team.on_main(lambda: read_headers(folder)):
+    tensors = read_tensors(folder) if ranks.is_main else None
+    for name, shape, dtype in ranks.on_main(lambda: read_headers(folder)):
         if tensors is not None:
             _, tensor = next(tensors)
         else:
             tensor = torch.empty(shape, dtype=dtype)
         # Bytes, because not every backend sends every dtype.
-        data = tensor.to(device).flatten().view(torch.uint8)
+        data = tensor.to(ranks.device).flatten().view(torch.uint8)
         yield name, broadcast(data).view(dtype).view(shape)
 
 

@@ -22,7 +22,6 @@ from llmtrain.json_types import JsonObject
 from llmtrain.launching.process import restore_garbage_collection
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.engine import Engine, check_denominator
-from llmtrain.parallel.team import Team
 from llmtrain.record.history import as_numbers
 from llmtrain.seeds import seed_of
 from llmtrain.training.read_ahead import read_batches
@@ -202,7 +201,7 @@ class Loop:
         stop = vote if self.engine.ranks.world_size == 1 else self._stop
         is_last = self.step == self.max_steps
         if stop == "finish" and not is_last:
-            reasons = Team.everyone().on_all(lambda: self._finish_reason)
+            reasons = self.run.ranks.on_all(lambda: self._finish_reason)
             self.run.status.finish_reason = next(filter(None, reasons))
             is_last = True
         return StepInfo(step=self.step, is_last=is_last, should_stop=stop is not False)

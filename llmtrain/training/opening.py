@@ -23,7 +23,7 @@ from llmtrain.json_types import JsonObject
 from llmtrain.launching.process import check_first_run, leave_group, seconds_since_start
 from llmtrain.parallel.placement import parameter_counts
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.team import Team
+from llmtrain.parallel.sharding import ranks_of
 from llmtrain.planning import current_plan
 from llmtrain.record.folder import RunFolder
 from llmtrain.record.history import History
@@ -101,7 +101,7 @@ def open_run(
             "llmtrain.place or llmtrain.fit."
         )
     check_first_run()
-    ranks = Ranks(accelerator)
+    ranks = ranks_of(accelerator)
     settle(settings, rows)  # for a recipe that does not call `place`
     layout = Layout.of(settings.data, ranks.world_size, bitwise=settings.parallel.bitwise)
     if settings.eval.keeps_best and rows.eval is None:
@@ -123,11 +123,10 @@ def open_run(
         rows = with_reference(ranks, settings.optim.seed, rows, bundle)
 
     fingerprint = run_fingerprint(accelerator, settings, rows, bundle, parts, rates, layout)
-    team = Team.everyone()
     resolved_settings = resolved(settings)
     details = {**asdict(rows.metadata), "settings": resolved_settings}
     check_ranks_agree(
-        team,
+        ranks,
         run_description(fingerprint, resolved_settings, accelerator.mixed_precision, details),
     )
 
@@ -147,10 +146,10 @@ def open_run(
         if settings.run.dry_run:
             resume_point = ResumePoint(Path(settings.run.output_dir))
         else:
-            resume_point = team.on_main(choose)
+            resume_point = ranks.on_main(choose)
             say("run", f"{resume_point.folder} ({resume_point.reason})")
             if resume_point.follows_failure:
-                team.on_all(bundle.check_files)
+                ranks.on_all(bundle.check_files)
         keep_recomputation(settings, bundle, resume_point.recompute_every)
         if bundle.recomputation is not None and bundle.recomputation.reason:
             say("recompute", bundle.recomputation.reason)
@@ -168,7 +167,7 @@ def open_run(
             resume_point=resume_point,
         )
         if not settings.run.dry_run:
-            contexts.enter_context(_recorded(run, team))
+            contexts.enter_context(_recorded(run))
         yield run
 
     leave_group()
@@ -224,7 +223,7 @@ def _new_run(
 
 
 @contextlib.contextmanager
-def _recorded(run: Run, team: Team) -> Iterator[None]:
+def _recorded(run: Run) -> Iterator[None]:
     """Write a run's record and feed its trackers until the block ends.
 
     However the block ends, ``status.json`` gets the reason. The caller holds the folder's lock.
@@ -237,11 +236,12 @@ def _recorded(run: Run, team: Team) -> Iterator[None]:
         run.writer.begin(run.step, run.resume_point.extended_run)
         return _tracked(run)
 
-    tracked = team.on_main(begin)
+    tracked = run.ranks.on_main(begin)
     if run.ranks.is_sharded:
         # Ranks that share a model save it together.
         timeout = run.settings.parallel.ddp_timeout + 60
-        run.saver.join(Team.with_new_group(timeout), can_write=run.writer.can_write())
+        team = run.ranks.with_new_group(timeout)
+        run.saver.join(team, can_write=run.writer.can_write())
 
     trackers = run.settings.run.trackers
     with contextlib.ExitStack() as contexts:

@@ -12,8 +12,7 @@ from torch import nn
 from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
 from llmtrain.models.gpt import Projection
-from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.sharding import TrainingAccelerator
+from llmtrain.parallel.sharding import TrainingAccelerator, ranks_of
 from llmtrain.shipped import shipped_config
 from llmtrain.training.adamw import CompactAdamW, EightBitAdamW
 from llmtrain.training.compensation import needs_compensation
@@ -65,7 +64,7 @@ def make_optimizer(
         weight_decay=config.weight_decay,
         momentum=config.adam_beta1,
         dtype=torch.bfloat16 if accelerator.mixed_precision == "bf16" else None,
-        ranks=Ranks(accelerator) if _may_share_work(accelerator) else None,
+        ranks=ranks_of(accelerator) if _may_share_work(accelerator) else None,
     )
     return MuonWithAdamW(muon, optimizer)
 
@@ -112,7 +111,7 @@ def _check_supported(name: str, accelerator: Accelerator, trained: list[nn.Param
             f"--optim {name} loses small updates of bfloat16 weights; use adamw, adamw_torch_8bit "
             "or muon, or leave --dtype bfloat16 out."
         )
-    if Ranks(accelerator).is_sharded:
+    if ranks_of(accelerator).is_sharded:
         raise UserError(
             f"--optim {name} cannot train sharded weights; use {shipped_config('multi_gpu')}, "
             "which does not shard, or adamw_torch_8bit."

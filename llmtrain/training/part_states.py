@@ -4,44 +4,41 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.interfaces.part import Part
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import filled_like
-from llmtrain.parallel.team import Team
 from llmtrain.record import checkpoint
 from llmtrain.record.state_tree import FlatState, flatten, unflatten
 from llmtrain.record.tensor_files import read_tensors_on_main
 
 
-def restore_parts(parts: Mapping[str, Part], path: Path, device: torch.device) -> None:
+def restore_parts(parts: Mapping[str, Part], path: Path, ranks: Ranks) -> None:
     """Give each part the state that it has in a checkpoint."""
-    team = Team.everyone()
-    stored_names = team.on_main(lambda: checkpoint.part_names(path))
+    stored_names = ranks.on_main(lambda: checkpoint.part_names(path))
     for name in stored_names:
         if name not in parts:
             say("changed", f"the state of {name} in {path} is not used: this run has no such part")
 
     for name, part in parts.items():
         if name in stored_names:
-            _restore_part(name, part, path / "parts" / name, device)
+            _restore_part(name, part, path / "parts" / name, ranks)
         elif part.state_dict() != {}:
             say("changed", f"{name} starts without a state: {path} has none of it")
 
 
-def _restore_part(name: str, part: Part, folder: Path, device: torch.device) -> None:
+def _restore_part(name: str, part: Part, folder: Path, ranks: Ranks) -> None:
     """Give a part the state in a folder.
 
     A tensor that the part has as a DTensor is sharded like that; others lie on the CPU.
     """
-    team = Team.everyone()
-    structure = team.on_main(lambda: checkpoint.read_structure(folder))
+    structure = ranks.on_main(lambda: checkpoint.read_structure(folder))
     current = flat_part(name, part.state_dict()).tensors
     tensors = {}
-    for tensor_name, full in read_tensors_on_main(folder, device):
+    for tensor_name, full in read_tensors_on_main(folder, ranks):
         like = current.get(tensor_name)
         if isinstance(like, DTensor) and like.shape == full.shape:
             tensors[tensor_name] = filled_like(like, full)
@@ -49,7 +46,7 @@ def _restore_part(name: str, part: Part, folder: Path, device: torch.device) -> 
             tensors[tensor_name] = full.cpu()
 
     state = unflatten(structure["state"], tensors)
-    team.on_all(lambda: _load(name, part, state, folder))
+    ranks.on_all(lambda: _load(name, part, state, folder))
 
 
 def _load(name: str, part: Part, state: dict[str, Any], folder: Path) -> None:

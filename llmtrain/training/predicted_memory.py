@@ -14,7 +14,7 @@ from llmtrain.config.flags import value_of
 from llmtrain.errors import UserError, first_line
 from llmtrain.interfaces.objective import Objective
 from llmtrain.observe.throughput import CountsFlops
-from llmtrain.parallel.sharding import Sharding
+from llmtrain.parallel.ranks import Sharding
 from llmtrain.training.activations import (
     ActivationBytes,
     MicroBatch,

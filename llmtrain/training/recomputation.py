@@ -1,7 +1,7 @@
 """How many blocks must compute their activations again, so that a run fits into memory."""
 
 from llmtrain.interfaces.model_bundle import Recomputation, can_recompute
-from llmtrain.parallel.sharding import Sharding
+from llmtrain.parallel.ranks import Sharding
 from llmtrain.quantities import size_text
 from llmtrain.training.predicted_memory import Memory
 

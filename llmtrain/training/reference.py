@@ -31,7 +31,6 @@ from llmtrain.interfaces.objective import Objective
 from llmtrain.interfaces.part import as_json, is_own
 from llmtrain.parallel.blocks import reshard
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.team import Team
 from llmtrain.seeds import RANDOM_VERSION
 
 _ROWS_PER_PASS = 4
@@ -92,10 +91,9 @@ def _with_column(
 ) -> TokenRows:
     """Add the column to rows: read from the cache as far as possible, and computed otherwise."""
     size = bundle.objective.reference_size
-    team = Team.everyone()
     path = cache_folder() / "references" / f"{key}-{name}"
 
-    values, is_damaged = team.on_main(lambda: _read(path, len(rows), size))
+    values, is_damaged = ranks.on_main(lambda: _read(path, len(rows), size))
     damage = "; damaged entries are computed again" if is_damaged else ""
     say(
         "reference",
@@ -109,7 +107,7 @@ def _with_column(
                 "log-probabilities under the initial weights are not finite, so they cannot serve "
                 "as the reference; check the model, or use another precision."
             )
-        team.on_main(functools.partial(_append, path, len(values), chunk))
+        ranks.on_main(functools.partial(_append, path, len(values), chunk))
         values = np.concatenate([values, chunk])
     return _append_column(rows, values)
 

@@ -22,7 +22,6 @@ from llmtrain.observe.replicas import checksum
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import fill, local_shard, meta_like, sharded_dim
-from llmtrain.parallel.team import Team
 from llmtrain.record import checkpoint, saver
 from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import read_tensors_on_main
@@ -42,14 +41,14 @@ def restore(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:
         return
 
     model = engine.unwrapped
-    load_weights(run.bundle.files, model, path / "model", engine.device)
-    team = Team.everyone()
-    structure = team.on_main(lambda: checkpoint.read_structure(path / "optimizer"))
-    tensors = read_tensors_on_main(path / "optimizer", engine.device)
+    ranks = engine.ranks
+    load_weights(run.bundle.files, model, path / "model", ranks)
+    structure = ranks.on_main(lambda: checkpoint.read_structure(path / "optimizer"))
+    tensors = read_tensors_on_main(path / "optimizer", ranks)
     optimizer_state.restore(structure, tensors)
-    restore_parts(run.parts.by_name(), path, engine.device)
+    restore_parts(run.parts.by_name(), path, ranks)
 
-    state = team.on_main(lambda: checkpoint.read_state(path))
+    state = ranks.on_main(lambda: checkpoint.read_state(path))
     run.status.restore(state)
     # With more steps, or another callback, the run goes on.
     if state["fingerprint_sha256"] == digest(run.fingerprint):
@@ -63,9 +62,9 @@ def restore(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:
         scaler.load_state_dict(state["loss_scaler"])
 
 
-def load_weights(files: ModelFormat, model: nn.Module, folder: Path, device: torch.device) -> None:
+def load_weights(files: ModelFormat, model: nn.Module, folder: Path, ranks: Ranks) -> None:
     """Fill a model, in place, with the weights in a folder that only rank 0 need see."""
-    fill(files.tensors(model), read_tensors_on_main(folder, device))
+    fill(files.tensors(model), read_tensors_on_main(folder, ranks))
 
 
 def flat_states(run: Run, optimizer_state: OptimizerState) -> dict[str, FlatState]:
@@ -85,7 +84,7 @@ def flat_states(run: Run, optimizer_state: OptimizerState) -> dict[str, FlatStat
                 states[f"parts/{name}"] = flat_part(name, state)
         return {folder: _headers(state) for folder, state in states.items()}
 
-    headers = Team.everyone().on_all(collect)
+    headers = run.ranks.on_all(collect)
     for folder, state in states.items():
         is_sharded = any(isinstance(tensor, DTensor) for tensor in state.tensors.values())
         if is_sharded and run.saver.saves_alone:
@@ -111,10 +110,11 @@ def _headers(state: FlatState) -> JsonObject:
     }
 
 
-def compare_states(states: Mapping[str, FlatState]) -> None:
+def compare_states(ranks: Ranks, states: Mapping[str, FlatState]) -> None:
     """Check that all ranks have the values that rank 0 has. All ranks call this.
 
     Args:
+        ranks: the ranks of the run.
         states: what :func:`flat_states` returned.
 
     Raises:
@@ -124,7 +124,7 @@ def compare_states(states: Mapping[str, FlatState]) -> None:
     def own_sums() -> dict[str, dict[str, object]]:
         return {folder: _checksums(state) for folder, state in states.items()}
 
-    sums_of_ranks = Team.everyone().on_all(own_sums)
+    sums_of_ranks = ranks.on_all(own_sums)
     main_sums = sums_of_ranks[0]
     for rank, sums in enumerate(sums_of_ranks):
         for folder in {**main_sums, **sums}:
@@ -229,7 +229,7 @@ def load_best(run: Run, engine: Engine) -> None:
         return
 
     path = checkpoint.path_of(run.folder / "checkpoints", best_step)
-    fault = Team.everyone().on_main(lambda: checkpoint.find_fault(path))
+    fault = run.ranks.on_main(lambda: checkpoint.find_fault(path))
     if fault:
         run.record_event(
             "damaged",
@@ -237,7 +237,7 @@ def load_best(run: Run, engine: Engine) -> None:
         )
         return
 
-    load_weights(run.bundle.files, engine.unwrapped, path / "model", engine.device)
+    load_weights(run.bundle.files, engine.unwrapped, path / "model", run.ranks)
     reason = run.patience.reason if run.patience.is_over else f"the best {run.patience.metric}"
     say("best", f"model/ has the weights of step {best_step}: {reason}")
 
@@ -280,11 +280,10 @@ def _on_saving_ranks(run: Run, action: Callable[[], None]) -> None:
 
     An error of one rank is raised on all ranks.
     """
-    everyone = Team.everyone()
     if run.saver.saves_alone:
-        everyone.on_main(action)
+        run.ranks.on_main(action)
     else:
-        everyone.on_all(action)
+        run.ranks.on_all(action)
 
 
 def check_finite(model: nn.Module, ranks: Ranks) -> None:
@@ -324,7 +323,7 @@ def check_range(model: nn.Module, files: ModelFormat, ranks: Ranks) -> None:
             if name in dtypes:
                 flags[name] = torch.isinf(local_shard(tensor).to(dtypes[name])).any()
 
-    Team.everyone().on_all(collect)  # an error of a rank that cannot read the base
+    ranks.on_all(collect)  # an error of a rank that cannot read the base
     too_large = _first_name(flags, ranks)
     if too_large is not None:
         dtype = dtypes[too_large]

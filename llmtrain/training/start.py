@@ -21,7 +21,7 @@ from llmtrain.models.export import MODULE_CLASS, ModuleFiles
 from llmtrain.models.trainable import make_trainable
 from llmtrain.observe.replicas import check_built_weights
 from llmtrain.parallel import placement
-from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import ranks_of
 from llmtrain.planning import current_plan
 from llmtrain.seeds import seed_of
 from llmtrain.training.auto_recomputation import choose_recomputation
@@ -100,18 +100,15 @@ def place(
             _set_trained_dtype(bundle, settings.optim, accelerator.mixed_precision)
         raise PlannedModel(settings, rows, bundle)
 
-    layout = Layout.of(
-        settings.data,
-        Ranks(accelerator).world_size,
-        bitwise=settings.parallel.bitwise,
-    )
+    ranks = ranks_of(accelerator)
+    layout = Layout.of(settings.data, ranks.world_size, bitwise=settings.parallel.bitwise)
     say("batch", _describe_layout(layout, settings))
     say("steps", describe_steps(settings, rows))
     torch.manual_seed(seed_of(settings.optim.seed, "model"))
     bundle = _build_bundle(build, settings, rows, accelerator.mixed_precision, objective)
-    check_built_weights(Ranks(accelerator), bundle.model)
+    check_built_weights(ranks, bundle.model)
     _set_trained_dtype(bundle, settings.optim, accelerator.mixed_precision)
-    choose_recomputation(Ranks(accelerator), bundle, settings, layout, rows.positions)
+    choose_recomputation(ranks, bundle, settings, layout, rows.positions)
     return placement.place(accelerator, bundle)
 
 

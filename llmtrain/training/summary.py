@@ -17,7 +17,6 @@ from llmtrain.models.export import folder_config, gives_scores, how_to_load, mod
 from llmtrain.models.generation import Sampling
 from llmtrain.observe.curve import loss_curve
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.team import Team
 from llmtrain.record.history import read_lines
 from llmtrain.redaction import redacted
 from llmtrain.training.compiling import eager_code
@@ -58,8 +57,7 @@ def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str | N
     Returns:
         The text; ``None`` if the model writes no text, or could not.
     """
-    everyone = Team.everyone()
-    if not everyone.on_main(lambda: _writes_text(model_folder)):
+    if not engine.ranks.on_main(lambda: _writes_text(model_folder)):
         return None
 
     def generate() -> str:
@@ -82,7 +80,7 @@ def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str | N
         return generate()
     try:
         # The others wait here. Without their heartbeats, rank 0 would end the run.
-        return everyone.on_main(generate)
+        return engine.ranks.on_main(generate)
     except Exception as error:
         if engine.ranks.is_main:
             note(f"the run is finished; its model wrote no sample: {first_line(error)}")

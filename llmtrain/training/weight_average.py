@@ -14,7 +14,6 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.parallel.shards import local_shard
-from llmtrain.parallel.team import Team
 from llmtrain.training.compensation import assign
 
 # A name that is not that of a folder or a file of the run.
@@ -81,7 +80,8 @@ class WeightAverage(Callback):
         self._count = 0
         if self._folder is not None:
             path = training.folder / self._folder
-            Team.everyone().on_main(lambda: _check_free(path))
+            if training.is_main:
+                _check_free(path)
         if self.tail is not None:
             # As the decimal number that the user wrote: 0.1 is a little more in binary.
             averaged_steps = math.ceil(Fraction(str(self.tail)) * training.max_steps)

@@ -33,6 +33,7 @@ from llmtrain.models.lora import add_lora
 from llmtrain.models.probe import leaks, probe, probe_output
 from llmtrain.models.weight_loading import random_weights
 from llmtrain.parallel.placement import place
+from llmtrain.parallel.sharding import TrainingAccelerator
 from llmtrain.parallel.shards import fill
 from llmtrain.record.saver import write_model
 from llmtrain.seeds import seed_of
@@ -319,7 +320,7 @@ def test_a_leak_beyond_a_sliding_window_or_a_chunk_is_found(
 @pytest.fixture(params=["no", "bf16"])
 def mixed_precision(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
     AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True, mixed_precision=request.param)
+    yield TrainingAccelerator(cpu=True, mixed_precision=request.param)
     AcceleratorState._reset_state(reset_partial_state=True)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, init_empty_weights
+from accelerate import init_empty_weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -26,6 +26,7 @@ from llmtrain.models.weight_loading import (
     stored_weights,
 )
 from llmtrain.parallel.placement import place
+from llmtrain.parallel.sharding import TrainingAccelerator
 from tests.families import FAMILIES
 from tests.models.small_models import byte_tokenizer, twins
 from tests.models.some_rows import SomeRows
@@ -301,7 +302,7 @@ def test_no_tensor_of_a_placed_model_is_left_as_it_was_allocated_or_mapped_from_
 
     monkeypatch.setattr(torch, "empty_like", filled_with_nan)
     bundle = lt.load_model(config, lora=None, rows=rows, seed=0, precision="no")
-    model: Any = place(Accelerator(cpu=True), bundle).model
+    model: Any = place(TrainingAccelerator(cpu=True), bundle).model
 
     path = tmp_path / "model.safetensors"
     with path.open("r+b") as file:

@@ -8,8 +8,7 @@ from torch import nn
 
 from llmtrain.errors import UserError
 from llmtrain.observe.replicas import check_built_weights, check_replicas, weight_checksums
-from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
+from llmtrain.parallel.ranks import Ranks, Sharding
 
 INTEGER_TYPES = {
     torch.float32: torch.int32,
@@ -18,23 +17,20 @@ INTEGER_TYPES = {
 }
 
 
-class FakeAccelerator(TrainingAccelerator):
+class FakeAccelerator:
     """Stands for the accelerator of several ranks. This one is rank 0.
 
     Args:
         models: for each rank, its model, or its shards of a model.
-        sharding: the parallel layout.
     """
 
     device = torch.device("cpu")
+    process_index = 0
+    is_local_main_process = True
 
-    def __init__(self, models: list[nn.Module], sharding: Sharding) -> None:
+    def __init__(self, models: list[nn.Module]) -> None:
         self.models = models
-        self.sharding = sharding
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.models)
+        self.num_processes = len(models)
 
     def unwrap_model(self, model: nn.Module, keep_torch_compile: bool) -> nn.Module:
         return model
@@ -46,7 +42,7 @@ class FakeAccelerator(TrainingAccelerator):
 
 
 def two_replicas(first: nn.Module, second: nn.Module) -> Ranks:
-    return Ranks(FakeAccelerator([first, second], Sharding(replicas=2, shards=1)))
+    return Ranks(FakeAccelerator([first, second]), Sharding(replicas=2, shards=1))
 
 
 def new_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
@@ -107,11 +103,11 @@ def test_each_shard_is_compared_with_that_of_the_first_replica(
     differing_rank: int, message: str
 ) -> None:
     models = [new_model(seed=rank % 2) for rank in range(4)]
-    check_replicas(Ranks(FakeAccelerator(models, FOUR_RANKS)), models[0])
+    check_replicas(Ranks(FakeAccelerator(models), FOUR_RANKS), models[0])
 
     flip_a_bit(models[differing_rank])
     with pytest.raises(UserError, match=message):
-        check_replicas(Ranks(FakeAccelerator(models, FOUR_RANKS)), models[0])
+        check_replicas(Ranks(FakeAccelerator(models), FOUR_RANKS), models[0])
 
 
 def test_ranks_that_build_different_weights_are_named_before_the_first_step() -> None:

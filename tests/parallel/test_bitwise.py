@@ -22,7 +22,7 @@ from llmtrain.models.gpt import GPT
 from llmtrain.parallel import bitwise
 from llmtrain.parallel.bitwise import BitwiseEngine, tree_sum
 from llmtrain.parallel.ddp import ReplicatedEngine
-from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import ranks_of
 from llmtrain.training.layout import Layout
 from tests.engines import split
 
@@ -99,7 +99,7 @@ def new_gpt(layers: int) -> GPT:
 def test_the_loss_of_weights_in_bfloat16_is_not_rounded(accelerator: Accelerator) -> None:
     model = new_gpt(layers=1).bfloat16()
     batches = micro_batches()
-    engine = BitwiseEngine(Ranks(accelerator), accelerator.prepare(model))
+    engine = BitwiseEngine(ranks_of(accelerator), accelerator.prepare(model))
     expected = sum(engine.loss(batch).loss.item() for batch in batches)
 
     sums = engine.forward_backward(batches, engine.count(batches))
@@ -114,7 +114,7 @@ def test_loss_and_gradient_are_those_without_bitwise_except_for_rounding(
     accelerator: Accelerator,
 ) -> None:
     model = new_gpt(layers=2).double()
-    ranks = Ranks(accelerator)
+    ranks = ranks_of(accelerator)
     batches = micro_batches()
     ordinary_engine = ReplicatedEngine(ranks, accelerator.prepare(copy.deepcopy(model)))
     bitwise_engine = BitwiseEngine(ranks, accelerator.prepare(model))

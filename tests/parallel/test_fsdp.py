@@ -9,7 +9,7 @@ import torch
 from llmtrain.errors import UserError
 from llmtrain.launching.sharding_request import requested_sharding
 from llmtrain.parallel.fsdp import sharding_settings
-from llmtrain.parallel.sharding import Sharding
+from llmtrain.parallel.ranks import Sharding
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 

@@ -14,7 +14,8 @@ from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.blocks import block_classes, blocks_of
 from llmtrain.parallel.placement import check_memory, place
-from llmtrain.parallel.sharding import Sharding, TrainingAccelerator
+from llmtrain.parallel.ranks import Sharding
+from llmtrain.parallel.sharding import TrainingAccelerator
 
 FILES = cast(ModelFormat, None)  # not used
 TWO_SHARDS = Sharding(replicas=1, shards=2)

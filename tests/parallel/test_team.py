@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from llmtrain.errors import UserError
-from llmtrain.parallel.team import THIS_RANK, Team
+from llmtrain.parallel.ranks import THIS_RANK
 
-CALLS = [THIS_RANK.on_main, THIS_RANK.on_all, Team.everyone().on_main]
+CALLS = [THIS_RANK.on_main, THIS_RANK.on_all]
 
 
 def action_raising(error: Exception) -> Callable[[], None]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmtrain.errors import UserError
-from llmtrain.parallel.team import Team
+from llmtrain.parallel.ranks import Team
 from llmtrain.record.run_description import check_ranks_agree, named_difference, run_description
 from llmtrain.record.running_code import code_digest, git_commit
 

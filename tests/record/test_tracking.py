@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llmtrain.files import copy_lines_up_to
-from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import ranks_of
 from llmtrain.record import tracking
 from llmtrain.record.trackers.tracker import TrackedRun, Tracker
 from llmtrain.record.tracking import Metrics
@@ -62,7 +62,7 @@ def start(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def start(*trackers: FakeTracker, model_seconds: float = 1500) -> Metrics:
         by_name = {tracker.name: tracker for tracker in trackers}
         monkeypatch.setattr(Metrics, "_tracker", lambda self, name, run: by_name[name])
-        metrics = Metrics(Ranks(accelerator), tmp_path, model_seconds)
+        metrics = Metrics(ranks_of(accelerator), tmp_path, model_seconds)
         metrics.start([*by_name], TrackedRun(tmp_path, "run", "abcd1234"))
         return metrics
 
@@ -202,7 +202,7 @@ def test_tensorboard_has_each_entry_once_after_a_kill_and_a_resume(
     run = TrackedRun(tmp_path, "run", "abcd1234", config={"seed": 3})
 
     def start_run() -> Metrics:
-        metrics = Metrics(Ranks(accelerator), tmp_path)
+        metrics = Metrics(ranks_of(accelerator), tmp_path)
         metrics.start(["tensorboard"], run)
         return metrics
 

@@ -12,6 +12,7 @@ import wandb
 from accelerate import Accelerator
 
 from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import ranks_of
 from llmtrain.record.history import read_lines
 from llmtrain.record.trackers import weights_and_biases
 from llmtrain.record.trackers.tracker import TrackedRun
@@ -24,7 +25,7 @@ from tests.wandb_server import Server, serving
 
 def start(accelerator: Accelerator, folder: Path, **config: Any) -> Metrics:
     """Return metrics that report to W&B."""
-    metrics = Metrics(Ranks(accelerator), folder)
+    metrics = Metrics(ranks_of(accelerator), folder)
     metrics.start(["wandb"], TrackedRun(folder, "run", "abcd1234", config=config))
     return metrics
 
@@ -215,12 +216,11 @@ from pathlib import Path
 os.umask(0o077)
 
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.parallel.ranks import Ranks
 from llmtrain.record.trackers.tracker import TrackedRun
 from llmtrain.record.tracking import Metrics
 
 folder = Path(sys.argv[1])
-metrics = Metrics(Ranks(start_accelerator()), folder)
+metrics = Metrics(start_accelerator().ranks, folder)
 metrics.start(
     ["wandb", "tensorboard"], TrackedRun(folder, "run", "abcd1234", config={"seed": 3})
 )

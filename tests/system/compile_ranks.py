@@ -12,7 +12,7 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import ShardedEngine
-from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import ranks_of
 from llmtrain.parallel.shards import full_tensor
 from llmtrain.training import compiling
 from tests.system.sharded_ranks import LENGTH, Case, build_own_model
@@ -21,7 +21,7 @@ from tests.system.sharded_ranks import LENGTH, Case, build_own_model
 def sharded_engine(accelerator: Accelerator) -> ShardedEngine:
     """Return an engine with a new model in training mode."""
     bundle = build_own_model(Case.parse("gpt/1"), accelerator, dropout=0.2)
-    return ShardedEngine(Ranks(accelerator), bundle.model.train())
+    return ShardedEngine(ranks_of(accelerator), bundle.model.train())
 
 
 def micro_batch(engine: Engine) -> Batch:

@@ -23,7 +23,7 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import ranks_of
 from llmtrain.training.learning_rates import rate_at
 from llmtrain.training.step import train_step
 from tests.engines import split
@@ -80,7 +80,7 @@ def our_run(
     model = make_model()
     optimizer = make_optimizer(accelerator, model, OPTIM)
     model, optimizer = accelerator.prepare(model, optimizer)
-    engine = ReplicatedEngine(Ranks(accelerator), model)
+    engine = ReplicatedEngine(ranks_of(accelerator), model)
     losses = []
     norms = []
     drift = ""
@@ -94,7 +94,7 @@ def our_run(
             with torch.no_grad():
                 next(model.parameters())[0, 0] += engine.ranks.rank * 1e-7
         try:
-            check_replicas(Ranks(accelerator), model)
+            check_replicas(ranks_of(accelerator), model)
         except UserError as error:
             drift = drift or str(error)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])

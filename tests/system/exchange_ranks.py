@@ -24,7 +24,7 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.collectives import BucketAverage, BucketFuture
 from llmtrain.parallel.ddp import DDPHandler, ReplicatedEngine
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import ranks_of
 from llmtrain.training.step import train_step
 
 VOCABULARY = 300
@@ -49,7 +49,7 @@ def new_engine(
     model = GPT(config, VOCABULARY, seed=1)
     optimizer = make_optimizer(accelerator, model, OptimConfig(optim="adamw"))
     model, optimizer = accelerator.prepare(model, optimizer)
-    return ReplicatedEngine(Ranks(accelerator), model, comm_hook=comm_hook), optimizer
+    return ReplicatedEngine(ranks_of(accelerator), model, comm_hook=comm_hook), optimizer
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

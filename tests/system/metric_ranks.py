@@ -128,7 +128,7 @@ def main() -> None:
     accelerator = start_accelerator()
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name in ("gpt2", "lfm2", "llama", "own"):
-        engines = engines_of(Ranks(accelerator), build_model(name))
+        engines = engines_of(accelerator.ranks, build_model(name))
         results[name] = {
             kind: metrics_of(accelerator, engine, is_bitwise=kind == "bitwise")
             for kind, engine in engines.items()

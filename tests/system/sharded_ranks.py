@@ -41,8 +41,7 @@ from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.fsdp import parameter_groups
 from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.parallel.placement import parameter_bytes, place
-from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.team import Team
+from llmtrain.parallel.sharding import ranks_of
 from llmtrain.record.saver import write_model
 from llmtrain.training.step import train_step
 from tests.engines import split
@@ -232,7 +231,7 @@ def train(
 
     local_bytes, total_bytes = parameter_bytes(model)
     engine = engine_for(
-        Ranks(accelerator),
+        ranks_of(accelerator),
         prepared,
         objective=bundle.objective,
         config=ParallelConfig(sync_each_batch="each" in case.options),
@@ -261,7 +260,7 @@ def train(
             results["grad_norms"].append(result.grad_norm)
             results["gradient_syncs"].append(syncs.count)
             results["reduce_scatters"].append(REDUCE_SCATTERS.count)
-    check_replicas(Ranks(accelerator), prepared)
+    check_replicas(ranks_of(accelerator), prepared)
     accelerator.free_memory()
     return engine, results
 
@@ -274,7 +273,7 @@ def write(engine: Engine, files: ModelFormat, folder: Path) -> None:
             folder,
             files,
             files.tensors(model),
-            team=Team.with_new_group(),
+            team=engine.ranks.with_new_group(),
             ranks=tuple(range(engine.ranks.world_size)),
             convert=files.tensor_converter(model),
         )

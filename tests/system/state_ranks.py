@@ -20,9 +20,8 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.placement import place
-from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import ranks_of
 from llmtrain.parallel.shards import fill, local_shard
-from llmtrain.parallel.team import Team
 from llmtrain.record.checkpoint import read_structure
 from llmtrain.record.saver import Saver
 from llmtrain.record.tensor_files import read_tensors_on_main
@@ -87,7 +86,7 @@ class Training:
         place(accelerator, bundle)
         prepared, self.optimizer = accelerator.prepare(model, OPTIMIZERS[name](model))
         self.engine = engine_for(
-            Ranks(accelerator),
+            ranks_of(accelerator),
             prepared,
             objective=bundle.objective,
             config=ParallelConfig(),
@@ -140,14 +139,14 @@ def check_restart(accelerator: Any, name: str, folder: Path) -> None:
     uninterrupted.make_steps(range(3))
     uninterrupted.average = Average(uninterrupted.model)
     uninterrupted.average.step = 3
-    compare_states({"optimizer": uninterrupted.state.flatten()})
+    compare_states(uninterrupted.engine.ranks, {"optimizer": uninterrupted.state.flatten()})
     saver = save(uninterrupted, folder)
     uninterrupted.make_steps(range(3, 6))
     saver.wait()
     accelerator.wait_for_everyone()
 
     resumed = Training(accelerator, name)
-    restore(resumed, folder / "step-00000003", accelerator.device)
+    restore(resumed, folder / "step-00000003")
     assert resumed.average.step == 3
     resumed.make_steps(range(3, 6))
     assert_same_states(uninterrupted, resumed)
@@ -158,7 +157,7 @@ def save(training: Training, folder: Path) -> Saver:
     ranks = training.engine.ranks
     saver = Saver(folder, Files(), keep=2, in_background=True)
     if ranks.is_sharded:
-        saver.join(Team.with_new_group(), can_write=True)
+        saver.join(ranks.with_new_group(), can_write=True)
     if ranks.is_sharded or ranks.is_main:
         part = flat_part("Average", training.average.state_dict())
         states = {"optimizer": training.state.flatten(), "parts/Average": part}
@@ -166,15 +165,16 @@ def save(training: Training, folder: Path) -> Saver:
     return saver
 
 
-def restore(training: Training, checkpoint: Path, device: torch.device) -> None:
-    fill(training.model.state_dict(), read_tensors_on_main(checkpoint / "model", device))
-    tensors = read_tensors_on_main(checkpoint / "optimizer", device)
+def restore(training: Training, checkpoint: Path) -> None:
+    ranks = training.engine.ranks
+    fill(training.model.state_dict(), read_tensors_on_main(checkpoint / "model", ranks))
+    tensors = read_tensors_on_main(checkpoint / "optimizer", ranks)
     training.state.restore(read_structure(checkpoint / "optimizer"), tensors)
-    restore_parts({"Average": training.average}, checkpoint, device)
+    restore_parts({"Average": training.average}, checkpoint, ranks)
 
 
 def check_restarts(accelerator: Any, folder: Path) -> None:
-    is_sharded = Ranks(accelerator).is_sharded
+    is_sharded = ranks_of(accelerator).is_sharded
     for name in OPTIMIZERS:
         error = None
         try:
@@ -270,14 +270,14 @@ def assert_error(training: Training, beginning: str) -> None:
         saver=SimpleNamespace(saves_alone=not training.engine.ranks.is_sharded),
     )
     with pytest.raises(UserError) as raised:
-        compare_states(flat_states(run, training.state))
+        compare_states(training.engine.ranks, flat_states(run, training.state))
     assert str(raised.value).startswith(beginning)
 
 
 def main() -> None:
     accelerator = start_accelerator()
     check_restarts(accelerator, Path(sys.argv[1]))
-    if Ranks(accelerator).is_sharded:
+    if ranks_of(accelerator).is_sharded:
         check_sharded_parameters(accelerator)
     check_differing_ranks(accelerator)
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from llmtrain.errors import UserError
 from llmtrain.launching.process import launch
+from llmtrain.parallel.ranks import Team
 from llmtrain.parallel.shards import fill, local_shard
-from llmtrain.parallel.team import Team
 from llmtrain.record import checkpoint, tensor_files
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState
@@ -44,11 +44,12 @@ class Rank:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.rank = dist.get_rank()
+        self.team = Team(self.rank, dist.group.WORLD)
         self.mesh = init_device_mesh("cpu", (2,))
 
     def saver(self, name: str, in_background: bool = False, can_write: bool = True) -> Saver:
         saver = Saver(self.folder / name, Files(), keep=2, in_background=in_background)
-        saver.join(Team.with_new_group(), can_write=can_write)
+        saver.join(self.team.with_new_group(), can_write=can_write)
         return saver
 
     def save(self, saver: Saver, step: int) -> Path:
@@ -125,7 +126,7 @@ class Rank:
                 raise ValueError("bad number")
 
         with pytest.raises(Exception, match="bad number") as raised:
-            Team.everyone().on_all(fail_on_rank_1)
+            self.team.on_all(fail_on_rank_1)
         if self.rank == 1:
             assert raised.type is ValueError
             assert traceback.extract_tb(raised.value.__traceback__)[-1].name == "fail_on_rank_1"

@@ -20,7 +20,6 @@ from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.bitwise import BitwiseEngine
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.ranks import Ranks
 from llmtrain.training.step import train_step
 
 VOCABULARY = 30
@@ -99,7 +98,7 @@ def make_step(engine: Engine, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    ranks = Ranks(start_accelerator())
+    ranks = start_accelerator().ranks
     for name, engine_type in {"bitwise": BitwiseEngine, "replicated": ReplicatedEngine}.items():
         model = make_trainable(Bigrams())
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -16,7 +16,7 @@ from llmtrain.devices import RESERVED_MEMORY
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import ranks_of
 from llmtrain.training import auto_recomputation
 from llmtrain.training.auto_recomputation import (
     choose_recomputation,
@@ -45,7 +45,7 @@ class Chooser:
     """Makes the choice for a small Llama of three blocks, and keeps the last settings."""
 
     def __init__(self, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ranks = Ranks(accelerator)
+        self.ranks = ranks_of(accelerator)
         self.monkeypatch = monkeypatch
 
     def choose(

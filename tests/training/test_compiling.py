@@ -15,6 +15,7 @@ from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
+from llmtrain.parallel.sharding import TrainingAccelerator
 from llmtrain.training import compiling
 from llmtrain.training.callbacks import WarmUp
 from llmtrain.training.compiling import compile_blocks, eager_code, is_worth_compiling
@@ -197,7 +198,7 @@ def test_packed_rows_share_one_graph_wherever_documents_begin(counter: GraphCoun
         seed=0,
         precision="no",
     )
-    bundle = place(Accelerator(cpu=True), bundle)
+    bundle = place(TrainingAccelerator(cpu=True), bundle)
     model = bundle.model.train()
     compiling._compile(model, counter)
 

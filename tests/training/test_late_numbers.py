@@ -19,7 +19,6 @@ from llmtrain.device_numbers import DeviceScalars
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
-from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.sharding import Sharding
 from llmtrain.record.history import read_lines
 from llmtrain.training import step
@@ -319,7 +318,7 @@ def test_a_loss_scaler_an_offload_and_mps_leave_the_decision_to_the_host(
     offload = Sharding(replicas=1, shards=1, cpu_offload=True)
     for owner, name, value in (
         (accelerator, "scaler", torch.amp.GradScaler("cpu")),
-        (Ranks, "sharding", offload),
+        (engine.ranks, "sharding", offload),
         (engine, "device", torch.device("mps")),
     ):
         with monkeypatch.context() as patch:

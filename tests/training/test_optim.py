@@ -296,7 +296,7 @@ def test_weights_that_paged_adamw_cannot_train_are_refused(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(optim_module, "Ranks", lambda _: SimpleNamespace(is_sharded=is_sharded))
+    monkeypatch.setattr(optim_module, "ranks_of", lambda _: SimpleNamespace(is_sharded=is_sharded))
     spec = object() if is_installed else None
     monkeypatch.setattr(optim_module.importlib.util, "find_spec", lambda _: spec)
     config = OptimConfig(optim="paged_adamw_8bit")

@@ -17,7 +17,7 @@ from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.placement import place
-from llmtrain.parallel.sharding import Sharding
+from llmtrain.parallel.ranks import Sharding
 from llmtrain.training import activations
 from llmtrain.training.activations import ActivationBytes, MicroBatch, count_activations
 from llmtrain.training.optim import make_optimizer

@@ -26,7 +26,7 @@ from llmtrain.models.preference import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import place
-from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.sharding import ranks_of
 from llmtrain.record.saver import write_model
 from llmtrain.training.reference import with_reference
 from llmtrain.training.rows import tokenize
@@ -79,7 +79,7 @@ class ReferenceRun:
     """
 
     def __init__(self, accelerator: Accelerator, rows: Tokenized) -> None:
-        self.ranks = Ranks(accelerator)
+        self.ranks = ranks_of(accelerator)
         self.rows = rows
         self.passes = 0
 

@@ -13,7 +13,6 @@ from llmtrain.data.tokenized import Tokenized
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.record.saver import write_model
-from llmtrain.training import summary
 from llmtrain.training.summary import final_sample, show_result
 from tests.engines import engine_of
 from tests.models.small_models import byte_tokenizer
@@ -105,15 +104,14 @@ def test_a_model_that_cannot_write_a_sample_does_not_fail_the_run(
     assert "--- a sample" not in capsys.readouterr().out
 
 
-def test_other_ranks_wait_for_the_sample_of_rank_0(
-    run: FinishedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ranks_wait_for_the_sample_of_rank_0(run: FinishedRun) -> None:
     """A rank that left the loop would send no heartbeats, and rank 0 would end the run."""
     is_text_model = True
     answers_of_rank_0 = [is_text_model, "a text"]
-    team = SimpleNamespace(on_main=lambda action: answers_of_rank_0.pop(0))
-    monkeypatch.setattr(summary.Team, "everyone", lambda: team)
-    engine: Any = SimpleNamespace(ranks=SimpleNamespace(is_main=False, is_sharded=False))
+    ranks = SimpleNamespace(
+        is_main=False, is_sharded=False, on_main=lambda action: answers_of_rank_0.pop(0)
+    )
+    engine: Any = SimpleNamespace(ranks=ranks)
 
     assert final_sample(engine, run.rows, run.model_folder) == "a text"
     assert answers_of_rank_0 == []

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 from llmtrain.errors import first_line
 from llmtrain.lab.doctor.local_checks import BAD, DOUBTFUL, GOOD, Finding, nearest_existing
-from llmtrain.parallel.team import Team
+from llmtrain.parallel.ranks import Team
 from llmtrain.versions import versions
 
 _MESSAGE_BYTES = 2**24  # of the tensor that is sent
@@ -155,7 +155,7 @@ def join_group(backend: str, timeout: float) -> Finding:
 
 def _gather(value: T) -> list[T]:
     """Gather an object from every rank, in rank order."""
-    return Team.everyone().on_all(lambda: value)
+    return Team(dist.get_rank(), dist.group.WORLD).on_all(lambda: value)
 
 
 def _device() -> torch.device:

@@ -18,7 +18,7 @@ from llmtrain.interfaces.model_bundle import can_recompute
 from llmtrain.lab.plan.hardware import PlanRequest
 from llmtrain.lab.plan.layouts import Plan, plan_without_layouts, shardings
 from llmtrain.lab.plan.speed import estimate_compute, step_time
-from llmtrain.parallel.sharding import Sharding
+from llmtrain.parallel.ranks import Sharding
 from llmtrain.quantities import size_bytes, size_text
 from llmtrain.shipped import shipped_config
 from llmtrain.training.optimizer_bytes import BITSANDBYTES_OPTIMIZER

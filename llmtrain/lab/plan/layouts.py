@@ -8,7 +8,7 @@ from llmtrain.devices import RESERVED_MEMORY, Device
 from llmtrain.errors import UserError
 from llmtrain.lab.plan.hardware import PlanRequest, check_request, compute_of, hardware_of
 from llmtrain.lab.plan.speed import Cluster, Compute, Step, bytes_sent, step_time
-from llmtrain.parallel.sharding import Sharding
+from llmtrain.parallel.ranks import Sharding
 from llmtrain.training.optimizer_bytes import BITSANDBYTES_OPTIMIZER
 from llmtrain.training.predicted_memory import Bytes, Memory
 from llmtrain.training.recipe_model import build_recipe_model

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from llmtrain.devices import Device
-from llmtrain.parallel.sharding import Sharding
+from llmtrain.parallel.ranks import Sharding
 from llmtrain.training.predicted_memory import Memory
 
 # If DDP chooses the size of its buckets, it closes the first at this size, to send it early.

@@ -12,7 +12,7 @@ from llmtrain.lab.plan.speed import Cluster, Link
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.sharding import Sharding
+from llmtrain.parallel.ranks import Sharding
 from llmtrain.training.predicted_memory import Memory, RecipeModel
 from llmtrain.training.settings import OptimConfig
 

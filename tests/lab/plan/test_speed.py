@@ -16,7 +16,7 @@ from llmtrain.lab.plan.speed import (
     step_time,
 )
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.sharding import Sharding
+from llmtrain.parallel.ranks import Sharding
 from llmtrain.training.parameter_bytes import LocalParameter, Unit
 from llmtrain.training.predicted_memory import Memory
 
