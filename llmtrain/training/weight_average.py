@@ -79,9 +79,7 @@ class WeightAverage(Callback):
         self._training = training
         self._count = 0
         if self._folder is not None:
-            path = training.folder / self._folder
-            if training.is_main:
-                _check_free(path)
+            _check_free(training.folder / self._folder)
         if self.tail is not None:
             # As the decimal number that the user wrote: 0.1 is a little more in binary.
             averaged_steps = math.ceil(Fraction(str(self.tail)) * training.max_steps)
