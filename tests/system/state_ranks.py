@@ -267,6 +267,7 @@ def assert_error(training: Training, beginning: str) -> None:
     """Assert that a run stops after its first step, with an error."""
     run: Any = SimpleNamespace(
         parts=SimpleNamespace(by_name=lambda: {"Average": training.average}),
+        ranks=training.engine.ranks,
         saver=SimpleNamespace(saves_alone=not training.engine.ranks.is_sharded),
     )
     with pytest.raises(UserError) as raised:
