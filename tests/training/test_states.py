@@ -187,6 +187,53 @@ def test_a_state_that_cannot_be_stored_is_named_after_the_first_step(
 # --- the state of an optimizer
 
 
+class Codes(torch.optim.Optimizer):
+    """Keeps float32 moments, uint8 codes and a large count, whatever the dtype of its parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "steps": 1_000_000})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["moment"] = torch.zeros_like(p, dtype=torch.float32)
+                    state["codes"] = torch.zeros_like(p, dtype=torch.uint8)
+                    state["count"] = torch.tensor(1_000_000, dtype=torch.int64)
+                    state["note"] = "text"
+                state["moment"].add_(p.grad, alpha=1.00390625).add_(1e-4)
+                state["codes"].add_(201)
+                state["count"].add_(1)
+                p.sub_(group["lr"] * state["moment"].to(p.dtype))
+
+
+def test_the_state_of_bfloat16_weights_is_restored_with_its_dtypes_and_bits() -> None:
+    def make() -> SmallTraining:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).bfloat16()
+        optimizer = Codes(model.parameters())
+        return SmallTraining(model, optimizer, OptimizerState(model, optimizer))
+
+    saved = make()
+    for _ in range(3):
+        saved.make_step()
+    resumed = make()
+    save_and_restore(saved.state, resumed.state)
+
+    assert resumed.optimizer.param_groups[0]["steps"] == 1_000_003
+    expected_states = [*saved.optimizer.state.values()]
+    states = [*resumed.optimizer.state.values()]
+    assert [state["count"].item() for state in states] == [1_000_003] * 2
+    for state, expected in zip(states, expected_states, strict=True):
+        assert state["note"] == "text"
+        for name in ("moment", "codes", "count"):
+            assert state[name].dtype == expected[name].dtype
+            assert torch.equal(state[name], expected[name])
+
+
 class SmallTraining(NamedTuple):
     """A small model with its optimizer, and the optimizer's state for checkpoints."""
 
