@@ -110,7 +110,6 @@ def open_run(
             "--eval_fraction, or name eval data with --eval_dataset."
         )
     parts = Parts.of(
-        accelerator,
         bundle.model,
         bundle.objective,
         optimizer,

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.console import note, pluralize
@@ -15,7 +14,6 @@ from llmtrain.interfaces.metric import FunctionMetric, Metric, MetricFunction
 from llmtrain.interfaces.objective import Objective
 from llmtrain.interfaces.part import Part, accepts, as_json, name_of
 from llmtrain.json_types import JsonObject
-from llmtrain.parallel.sharding import TrainingAccelerator
 
 # Names of parts are folders of a checkpoint.
 _NAME = re.compile(r"\w[\w.+-]*")
@@ -43,19 +41,16 @@ class Parts:
         optimizer: the optimizer, before ``accelerator.prepare``.
         callbacks: the user's callbacks.
         metrics: the metrics of evaluations.
-        registered: what the user has passed to ``accelerator.register_for_checkpointing``.
     """
 
     objective: Objective
     optimizer: torch.optim.Optimizer
     callbacks: tuple[Callback, ...] = ()
     metrics: tuple[Metric, ...] = ()
-    registered: Sequence[Part] = ()
 
     @classmethod
     def of(
         cls,
-        accelerator: Accelerator,
         model: nn.Module,
         objective: Objective,
         optimizer: torch.optim.Optimizer,
@@ -83,7 +78,6 @@ class Parts:
             optimizer=optimizer,
             callbacks=tuple(callbacks),
             metrics=tuple(_as_metric(metric) for metric in metrics),
-            registered=_registered(accelerator),
         )
         parts.by_name()  # this checks the names
         return parts
@@ -95,7 +89,7 @@ class Parts:
             UserError: if a name is used twice, or cannot be the name of a folder.
         """
         named: dict[str, Part] = {}
-        for part in (*self.fingerprinted, *self.registered):
+        for part in self.fingerprinted:
             name = name_of(part)
             if not _NAME.fullmatch(name):
                 raise UserError(
@@ -175,13 +169,6 @@ def _as_metric(metric: Metric | MetricFunction) -> Metric:
             f"metrics: {short_repr(metric)} must take two arguments: the model and a batch."
         )
     return FunctionMetric(metric)
-
-
-def _registered(accelerator: Accelerator) -> Sequence[Part]:
-    """Return what the user has registered for checkpoints. What is registered later is in it."""
-    if isinstance(accelerator, TrainingAccelerator):
-        return accelerator.registered
-    return ()
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

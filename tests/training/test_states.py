@@ -67,7 +67,7 @@ def train(
     *callbacks: Callback,
     optimizer_class: Callable[..., torch.optim.Optimizer] = Odd,
 ) -> None:
-    """Train four steps, with a registered module besides the optimizer and the callbacks."""
+    """Train four steps."""
     settings = dataclasses.replace(
         THREE_STEPS,
         optim=dataclasses.replace(THREE_STEPS.optim, max_steps=4),
@@ -83,7 +83,6 @@ def train(
     )
     with opened_run as run:
         batches, _ = lt.loaders(run)
-        accelerator.register_for_checkpointing(nn.LayerNorm(2))
         lt.train(run, *accelerator.prepare(model, optimizer, batches))
 
 
@@ -104,7 +103,7 @@ def test_a_resumed_run_has_the_same_states_bit_for_bit(rows: Tokenized, tmp_path
     for name, mean in uninterrupted.mean.items():
         assert torch.equal(resumed.mean[name], mean), name
     assert last_digest(tmp_path / "run") == last_digest(tmp_path / "uninterrupted")
-    assert part_names(tmp_path / "run/checkpoints/step-00000004") == ["Average", "LayerNorm"]
+    assert part_names(tmp_path / "run/checkpoints/step-00000004") == ["Average"]
 
 
 class GivenState(Callback):
@@ -133,7 +132,7 @@ def test_a_state_without_its_part_or_a_part_without_a_state_is_no_damage_and_not
     assert "damaged" not in output
 
     train(rows, tmp_path / "new", GivenState({}), StopAfter(2))
-    assert part_names(tmp_path / "new/checkpoints/step-00000002") == ["LayerNorm"]
+    assert part_names(tmp_path / "new/checkpoints/step-00000002") == []
     assert "starts without a state" not in capsys.readouterr().out
     train(rows, tmp_path / "new", Average())
     assert "Average starts without a state: " in capsys.readouterr().out
