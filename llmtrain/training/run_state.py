@@ -17,7 +17,6 @@ from llmtrain.errors import UserError
 from llmtrain.files import digest
 from llmtrain.interfaces.model_bundle import ModelFormat
 from llmtrain.json_types import JsonObject
-from llmtrain.models.dtypes import dtype_name
 from llmtrain.observe.replicas import checksum
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.ranks import Ranks
@@ -304,7 +303,7 @@ def check_finite(model: nn.Module, ranks: Ranks) -> None:
 
 
 def check_range(model: nn.Module, files: ModelFormat, ranks: Ranks) -> None:
-    """Check that the dtype of the finished model can hold all weights, on every rank.
+    """Check that float16 can hold the weights that the finished model has in it, on every rank.
 
     Args:
         model: the model, whose weights are finite.
@@ -314,23 +313,22 @@ def check_range(model: nn.Module, files: ModelFormat, ranks: Ranks) -> None:
     Raises:
         UserError: on every rank, if a weight is too large.
     """
-    dtypes: dict[str, torch.dtype] = {}
     flags: dict[str, torch.Tensor] = {}
 
     def collect() -> None:
-        dtypes.update(_written_dtypes(model, files))
+        convert = files.tensor_converter(model)
         for name, tensor in files.tensors(model).items():
-            if name in dtypes:
-                flags[name] = torch.isinf(local_shard(tensor).to(dtypes[name])).any()
+            written = convert(name, meta_like(tensor)).values()
+            if any(part.dtype == torch.float16 for part in written):
+                flags[name] = torch.isinf(local_shard(tensor).half()).any()
 
     ranks.on_all(collect)  # an error of a rank that cannot read the base
     too_large = _first_name(flags, ranks)
     if too_large is not None:
-        dtype = dtypes[too_large]
         raise UserError(
-            f"{too_large} has values above {torch.finfo(dtype).max:g}, the largest of "
-            f"{dtype_name(dtype)}, so the model was not written; the same command with "
-            "--save_dtype bfloat16 writes it from the last checkpoint."
+            f"{too_large} has values above {torch.finfo(torch.float16).max:g}, the largest of "
+            "float16, so the model was not written; the same command with --save_dtype bfloat16 "
+            "writes it from the last checkpoint."
         )
 
 
@@ -344,15 +342,3 @@ def _first_name(flags: dict[str, torch.Tensor], ranks: Ranks) -> str | None:
         if count > 0:
             return name
     return None
-
-
-def _written_dtypes(model: nn.Module, files: ModelFormat) -> dict[str, torch.dtype]:
-    """Return the dtypes of the tensors that lose digits in a model folder, by name."""
-    convert = files.tensor_converter(model)
-    dtypes = {}
-    for name, tensor in files.tensors(model).items():
-        written = [part.dtype for part in convert(name, meta_like(tensor)).values()]
-        narrowest = min(written, key=lambda dtype: dtype.itemsize, default=tensor.dtype)
-        if narrowest != tensor.dtype and narrowest.itemsize <= tensor.dtype.itemsize:
-            dtypes[name] = narrowest
-    return dtypes

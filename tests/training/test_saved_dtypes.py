@@ -1,4 +1,4 @@
-"""A finished model has the dtype of its base or a chosen one. Its loss after rounding is logged."""
+"""A finished model has the dtype of its base or a chosen one."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from llmtrain.errors import UserError
-from llmtrain.record.history import read_lines
 from llmtrain.training.run import Run
 from recipes import finetune
 from tests.models.small_models import byte_tokenizer, tiny_llama
@@ -77,13 +76,6 @@ def checkpoint_model(run: Run, step: int) -> Path:
     return run.folder / "checkpoints" / f"step-{step:08}" / "model"
 
 
-def logged(run: Run, metric: str, step: int) -> float:
-    """Return the only value of a metric that was logged at a step."""
-    entries = read_lines(run.folder / "metrics.jsonl")
-    [value] = [entry[metric] for entry in entries if entry["step"] == step and metric in entry]
-    return value
-
-
 # --- the dtype of a finished model
 
 
@@ -127,44 +119,18 @@ def test_a_tensor_that_the_base_keeps_in_another_dtype_stays_in_it(
 
 
 @pytest.mark.parametrize(
-    ("save_dtype", "dtype", "is_rounded"),
-    [("auto", torch.float32, False), ("float16", torch.float16, True)],
+    ("save_dtype", "dtype"), [("auto", torch.float32), ("float16", torch.float16)]
 )
 def test_an_adapter_is_float32_unless_another_dtype_is_chosen(
-    save_dtype: str, dtype: torch.dtype, is_rounded: bool, make_base: MakeBase, train: Train
+    save_dtype: str, dtype: torch.dtype, make_base: MakeBase, train: Train
 ) -> None:
     run = train(make_base("bfloat16"), f"--lora_r 2 --save_dtype {save_dtype}")
 
     adapter = load_file(run.folder / "model" / "adapter_model.safetensors")
     assert {weight.dtype for weight in adapter.values()} == {dtype}
-    # Only weights that are rounded are evaluated again, with an event.
-    entries = read_lines(run.folder / "metrics.jsonl")
-    assert any("eval/rounded_loss" in entry for entry in entries) == is_rounded
-    assert (run.folder / "events.jsonl").exists() == is_rounded
 
 
-# --- the eval loss of the rounded weights
-
-
-def test_the_logged_eval_loss_of_a_rounded_model_is_that_of_the_saved_weights(
-    make_base: MakeBase, train: Train
-) -> None:
-    run = train(make_base("bfloat16"))
-
-    last_loss = logged(run, "eval/loss", step=4)
-    rounded_loss = logged(run, "eval/rounded_loss", step=4)
-    assert rounded_loss != last_loss
-    assert rounded_loss == pytest.approx(last_loss, rel=1e-3)
-    [event] = read_lines(run.folder / "events.jsonl")
-    assert f"{rounded_loss:.4f} in bfloat16 ({last_loss:.4f} before" in event["text"]
-
-    next_run = train(run.folder / "model", "--resume_from_checkpoint never --max_steps 1")
-    assert logged(next_run, "eval/loss", step=0) == rounded_loss
-
-
-def test_the_best_weights_are_rounded_and_compared_with_their_own_loss(
-    make_base: MakeBase, train: Train
-) -> None:
+def test_the_best_weights_are_rounded(make_base: MakeBase, train: Train) -> None:
     # With this learning rate, the loss only grows.
     flags = "--load_best_model_at_end --eval_steps 1 --learning_rate 1 --lr_scheduler_type constant"
 
@@ -175,10 +141,6 @@ def test_the_best_weights_are_rounded_and_compared_with_their_own_loss(
     finished = weights_of(run.folder / "model")
     for name, weight in weights_of(checkpoint_model(run, best_step)).items():
         assert torch.equal(finished[name], weight.to(torch.bfloat16)), name
-
-    best_loss = logged(run, "eval/loss", step=best_step)
-    event = read_lines(run.folder / "events.jsonl")[-1]
-    assert event["text"].endswith(f"({best_loss:.4f} before rounding)")
 
 
 # --- weights that a dtype cannot hold
@@ -199,5 +161,3 @@ def test_weights_beyond_the_chosen_dtype_are_refused_and_another_dtype_ends_the_
     assert run.folder == tmp_path / "run"
     assert run.resume_point.step == 4
     assert dtypes_of(run.folder / "model") == {torch.bfloat16}
-    # The evaluation after the last step was made by the start that failed.
-    assert " before rounding)" in [*read_lines(run.folder / "events.jsonl")][-1]["text"]
