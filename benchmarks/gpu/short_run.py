@@ -61,7 +61,7 @@ class ShortRun:
 class _KillAt(lt.Callback):
     """Kills this process after a step, as a machine that dies would."""
 
-    fingerprint = None
+    settings = None
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -84,7 +84,7 @@ class _BreaksOnce(lt.Objective):
 class _BreakAt(lt.Callback):
     """Breaks the loss of the last rank in one step."""
 
-    fingerprint = None
+    settings = None
 
     def __init__(self, objective: _BreaksOnce, step: int, is_last_rank: bool) -> None:
         self.objective = objective

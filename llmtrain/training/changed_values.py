@@ -10,7 +10,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from llmtrain.errors import UserError
-from llmtrain.interfaces.part import as_json
 from llmtrain.json_types import Json
 from llmtrain.record.state_tree import flatten
 
@@ -51,7 +50,7 @@ def _flatten_or_describe(value: object) -> tuple[Json, dict[str, torch.Tensor]]:
     try:
         return flatten(value, path="", owner="")
     except UserError:
-        return {"described": as_json(value)}, {}
+        return {"described": repr(value)}, {}
 
 
 def _is_same_tensor(first: torch.Tensor, second: torch.Tensor) -> bool:

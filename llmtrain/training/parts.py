@@ -12,7 +12,7 @@ from llmtrain.errors import UserError, short_repr
 from llmtrain.interfaces.callback import Callback
 from llmtrain.interfaces.metric import FunctionMetric, Metric, MetricFunction
 from llmtrain.interfaces.objective import Objective
-from llmtrain.interfaces.part import Part, accepts, as_json, name_of
+from llmtrain.interfaces.part import Part, accepts, json_entries, name_of, settings_of
 from llmtrain.json_types import JsonObject
 
 # Names of parts are folders of a checkpoint.
@@ -20,7 +20,7 @@ _NAME = re.compile(r"\w[\w.+-]*")
 
 # Keys of a group that are recorded elsewhere, or choose between implementations of one arithmetic.
 # A newer torch may have more of the latter. The dtype of Muon follows from the mixed precision.
-_UNRECORDED_KEYS = {
+UNRECORDED_KEYS = {
     "params",
     "lr",
     "capturable",
@@ -89,7 +89,7 @@ class Parts:
             UserError: if a name is used twice, or cannot be the name of a folder.
         """
         named: dict[str, Part] = {}
-        for part in self.fingerprinted:
+        for part in (self.objective, *self.callbacks, *self.metrics):
             name = name_of(part)
             if not _NAME.fullmatch(name):
                 raise UserError(
@@ -103,54 +103,35 @@ class Parts:
             named[name] = part
         return named
 
-    @property
-    def fingerprinted(self) -> tuple[Part, ...]:
-        """The parts that have a fingerprint: the objective, the callbacks and the metrics."""
-        return (self.objective, *self.callbacks, *self.metrics)
-
     def fingerprint(self) -> JsonObject:
         """Return the parts that determine the steps of a run, for its fingerprint."""
         return {
-            "objective": _checked_fingerprint(self.objective),
-            "callbacks": _fingerprints(self.callbacks),
-            "metrics": _fingerprints(self.metrics),
+            "objective": settings_of(self.objective),
+            "callbacks": _settings_by_name(self.callbacks),
+            "metrics": _settings_by_name(self.metrics),
         }
 
     def optimizer_fingerprint(self) -> JsonObject:
         """Return the class of the optimizer and the settings of its groups, except for the rates.
 
         Settings that are off are left out: a newer version of an optimizer may have more of them.
+        So are those that are not JSON.
         """
         groups = []
         for group in self.optimizer.param_groups:
             values = {
-                key: as_json(value)
+                key: value
                 for key, value in group.items()
-                if key not in _UNRECORDED_KEYS and value is not None and value is not False
+                if key not in UNRECORDED_KEYS and value is not None and value is not False
             }
-            groups.append({**values, "parameters": len(group["params"])})
+            groups.append({**json_entries(values), "parameters": len(group["params"])})
         return {"class": type(self.optimizer).__name__, "groups": groups}
 
 
-def _fingerprints(parts: Sequence[Part]) -> JsonObject:
-    """Return the fingerprints of parts by name, without those that change nothing."""
-    fingerprints = {name_of(part): _checked_fingerprint(part) for part in parts}
-    return {name: value for name, value in fingerprints.items() if value is not None}
-
-
-def _checked_fingerprint(part: Part) -> JsonObject | None:
-    """Return the fingerprint of a part as JSON.
-
-    Raises:
-        UserError: if the part fails to return one.
-    """
-    try:
-        fingerprint: JsonObject | None = as_json(part.fingerprint)
-    except Exception as error:  # the part is the user's own code
-        raise UserError(
-            f"the fingerprint of {name_of(part)} failed: {type(error).__name__}: {error}"
-        ) from error
-    return fingerprint
+def _settings_by_name(parts: Sequence[Part]) -> JsonObject:
+    """Return the settings of parts by name, without those that change nothing."""
+    settings = {name_of(part): settings_of(part) for part in parts}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _as_metric(metric: Metric | MetricFunction) -> Metric:

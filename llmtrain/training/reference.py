@@ -28,7 +28,7 @@ from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, digest
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.interfaces.objective import Objective
-from llmtrain.interfaces.part import as_json, is_own
+from llmtrain.interfaces.part import is_own, settings_of
 from llmtrain.parallel.blocks import reshard
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.seeds import RANDOM_VERSION
@@ -82,7 +82,7 @@ def _objective_key(objective: Objective) -> list[Any]:
     """
     key: list[Any] = [type(objective).__name__, objective.reference_source]
     if not is_own(type(objective)):
-        key.append(as_json(objective.fingerprint))
+        key.append(settings_of(objective))
     return key
 
 

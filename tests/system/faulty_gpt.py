@@ -35,7 +35,7 @@ class FaultyLoss(lt.Objective):
         step: the step that is being made. It is 0 during evaluations.
     """
 
-    fingerprint = None
+    settings = None
     step = 0
 
     def loss(self, model: nn.Module, batch: Batch, extra: Batch) -> LossSums:
@@ -50,7 +50,7 @@ class FaultyLoss(lt.Objective):
 
 
 class Fault(lt.Callback):
-    fingerprint = None
+    settings = None
 
     def __init__(self, loss: FaultyLoss) -> None:
         self.loss = loss

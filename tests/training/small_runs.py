@@ -28,7 +28,7 @@ TWELVE_STEPS = gpt.Settings(
 class StopAfter(lt.Callback):
     """Stops a run after a step. The run without it is the same run."""
 
-    fingerprint = None
+    settings = None
 
     def __init__(self, last_step: int) -> None:
         self.last_step = last_step

@@ -35,7 +35,7 @@ NAN_STEPS = (2, 6, 7)
 class NanLoss(lt.Objective):
     """The usual loss, which is NaN in some steps."""
 
-    fingerprint = None
+    settings = None
     is_active = False
 
     def loss(self, model: Any, batch: Batch, extra: Batch) -> lt.LossSums:
@@ -46,7 +46,7 @@ class NanLoss(lt.Objective):
 class NanLossAt(lt.Callback):
     """Makes the loss NaN in some steps, and collects the last optimizer and weights."""
 
-    fingerprint = None
+    settings = None
 
     def __init__(self, objective: NanLoss, steps: tuple[int, ...]) -> None:
         self.objective = objective
@@ -218,7 +218,7 @@ def test_the_next_forward_pass_begins_before_the_numbers_of_a_step_are_read(
 class CrashesAt(lt.Callback):
     """Fails in the first start when a step is launched, before its numbers are read."""
 
-    fingerprint = None
+    settings = None
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -252,7 +252,7 @@ def test_a_crash_before_the_numbers_are_read_counts_nothing_twice(
 class ReadsNumbers(lt.Callback):
     """Reads the numbers of a step when it ends, as it may."""
 
-    fingerprint = None
+    settings = None
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -329,7 +329,7 @@ def test_a_loss_scaler_an_offload_and_mps_leave_the_decision_to_the_host(
 class Records(lt.Callback):
     """Records when it is called. It takes the result of a step before the next one, or during it."""
 
-    fingerprint = None
+    settings = None
 
     def __init__(self, takes_late_results: bool) -> None:
         self.takes_late_results = takes_late_results
@@ -348,7 +348,7 @@ class Records(lt.Callback):
 class ComparesLog(lt.Callback):
     """Notes whether the log entry of a step comes before the next one, and with its weights."""
 
-    fingerprint = None
+    settings = None
 
     def setup(self, training: Any) -> None:
         self.weights = next(training.model.parameters())
@@ -404,7 +404,7 @@ def test_a_step_too_many_is_the_reason_even_if_a_callback_fails_because_of_it(
     train_with_nan: Train,
 ) -> None:
     class FailsToo(lt.Callback):
-        fingerprint = None
+        settings = None
 
         def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
             if not torch.isfinite(result.sums.loss):
@@ -426,7 +426,7 @@ def test_what_was_made_before_a_failure_is_counted_and_logged(
     nan_steps: tuple[int, ...],
 ) -> None:
     class Fails(lt.Callback):
-        fingerprint = None
+        settings = None
         steps = 0
 
         def on_step_begin(self, batch: LocalBatch) -> None:

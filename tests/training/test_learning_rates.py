@@ -245,7 +245,7 @@ def test_a_schedule_without_valid_values_is_refused_before_the_first_step(
 class KeepsRates(Callback):
     """Keeps the learning rates of each step of a start."""
 
-    fingerprint = None
+    settings = None
 
     def __init__(self) -> None:
         self.rates: list[list[float]] = []

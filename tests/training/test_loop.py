@@ -136,7 +136,7 @@ def test_a_callback_that_hangs_is_named_with_its_method_and_the_steps_made(
 class Disturb(Callback):
     """Makes all weights much larger after a step, as a divergence does."""
 
-    fingerprint = None
+    settings = None
 
     def setup(self, training: Any) -> None:
         self.model = training.model

@@ -1,16 +1,12 @@
-"""The parts of a user are treated like the package's: fingerprint, state, errors at the start."""
+"""The parts of a user are treated like the package's: settings, state, errors at the start."""
 
-import functools
+import dataclasses
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,7 +15,7 @@ import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
-from llmtrain.interfaces.part import Part, as_json
+from llmtrain.interfaces.part import Part, json_entries, settings_of
 from llmtrain.json_types import JsonObject
 from llmtrain.record.checkpoint import checkpoints
 from llmtrain.training.parts import Parts
@@ -50,11 +46,16 @@ def count(model: Any, batch: Batch) -> Any:
     return {"count": (batch["labels"].sum(), batch["labels"].sum())}
 
 
-# --- the fingerprint
+# --- the settings
 
 
 class Base:
     width = 3
+
+
+@dataclasses.dataclass
+class Section:
+    size: int = 2
 
 
 class Described(Base, Part):
@@ -63,74 +64,39 @@ class Described(Base, Part):
 
     def __init__(self) -> None:
         self.weights = torch.ones(2)
-        self.names = {"b", "a"}
-        self.shape = (1, deque([2]))
-        self.path = Path("x")
-        self.module = nn.Linear(1, 1)
+        self.shape = (1, [2])
+        self.section = Section()
+        self.limits = {"low": math.inf, 3: None}
         self._seen = 0
 
 
-def test_a_fingerprint_does_not_depend_on_where_a_flag_was_set() -> None:
-    recipe = preference.DEFAULTS
-    by_default = lt.parse(recipe, []).preference
-    by_flag = lt.parse(recipe, ["--beta", "0.1"]).preference
-    changed = lt.parse(recipe, ["--beta", "0.2"]).preference
-
-    assert as_json(by_flag) == as_json(by_default)
-    assert as_json(changed) != as_json(by_default)
-
-
-def test_a_fingerprint_has_the_class_and_all_public_values() -> None:
-    fingerprint = as_json(Described().fingerprint)
-
-    assert fingerprint == {
+def test_the_settings_are_the_class_and_all_public_fields_that_are_json() -> None:
+    assert settings_of(Described()) == {
         "class": "Described",
         "width": 3,
         "rate": 0.5,
-        "weights": as_json(torch.ones(2)),
-        "names": ["a", "b"],
         "shape": [1, [2]],
-        "path": "x",
-        "module": {"class": "Linear"},
+        "section": {"size": 2},
+        "limits": {"low": None, "3": None},
     }
 
 
-class Color(Enum):
-    RED = 1
+def test_a_part_that_gives_its_settings_has_no_others() -> None:
+    part = Described()
+    part.settings = {"teacher": "v1"}
+    assert settings_of(part) == {"class": "Described", "teacher": "v1"}
+
+    part.settings = {"teacher": torch.ones(2)}
+    with pytest.raises(UserError, match="the settings of Described have a Tensor as teacher"):
+        settings_of(part)
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        pytest.param(np.float32(0.5), 0.5, id="numpy float"),
-        pytest.param(math.inf, "inf", id="infinity"),
-        pytest.param(torch.bfloat16, "torch.bfloat16", id="dtype"),
-        pytest.param(
-            functools.partial(int, base=8), ["int", [], {"base": 8}], id="partial function"
-        ),
-        pytest.param({math.cos: 1, 3: None}, {"cos": 1, "3": None}, id="keys"),
-        pytest.param(Color.RED, "Color.RED", id="enum"),
-        pytest.param(SimpleNamespace(a=1), {"a": 1}, id="namespace"),
-    ],
-)
-def test_a_value_of_a_fingerprint_is_json_and_the_same_everywhere(
-    value: object, expected: object
-) -> None:
-    assert as_json(value) == expected
+def test_the_settings_do_not_depend_on_where_a_flag_was_set() -> None:
+    def settings_with(*flags: str) -> JsonObject:
+        return json_entries({"config": lt.parse(preference.DEFAULTS, [*flags]).preference})
 
-
-def test_arrays_have_the_same_fingerprint_only_if_they_are_equal() -> None:
-    assert as_json(np.arange(3)) == as_json(np.arange(3))
-    assert as_json(np.arange(3)) != as_json(np.arange(1, 4))
-    assert as_json(torch.zeros(2, 3)) != as_json(torch.zeros(3, 2))
-    assert as_json(torch.zeros(2)) != as_json(torch.zeros(2, dtype=torch.int32))
-
-
-def test_an_object_that_contains_itself_has_a_fingerprint() -> None:
-    items: list[object] = [1]
-    items.append(items)
-
-    assert as_json(items) == [1, "list"]
+    assert settings_with("--beta", "0.1") == settings_with()
+    assert settings_with("--beta", "0.2") != settings_with()
 
 
 def test_a_changed_part_makes_a_new_run_and_the_log_says_why(
@@ -186,7 +152,7 @@ def test_a_run_is_resumed_without_a_callback_and_by_name_with_another_one(
 
     assert by_name.resume_point.step == 5
     assert "changed   callbacks: Threshold" in capsys.readouterr().out
-    assert resumed.folder == stopped.folder, "the callback that stopped it has no fingerprint"
+    assert resumed.folder == stopped.folder, "the callback that stopped it changes nothing"
     assert resumed.resume_point.step == 5
     assert resumed.is_finished
 
@@ -285,29 +251,6 @@ def test_the_hooks_of_a_step_run_after_its_optimizer_step_and_before_its_save(
         "begin",
     ]
     assert "state after 1 saves" in recorder.calls
-
-
-# --- a part without a state
-
-
-class Counter(lt.Callback):
-    """Counts steps, and forgets to save the count."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-
-    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        self._steps += 1
-
-
-def test_a_part_that_changes_without_a_state_is_noted_once(
-    train_gpt: Callable[..., Run], capsys: pytest.CaptureFixture[str]
-) -> None:
-    train_gpt(callbacks=[Counter(), Threshold(1.0)])
-
-    notes = [line for line in capsys.readouterr().err.splitlines() if "has no state_dict" in line]
-    assert len(notes) == 1
-    assert "note: Counter changes while the run trains" in notes[0]
 
 
 # --- lt.fit

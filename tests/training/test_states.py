@@ -39,7 +39,7 @@ def rows(text_file: Path) -> Tokenized:
 class Average(Callback):
     """An average of the weights. A run without it has the same fingerprint."""
 
-    fingerprint = None
+    settings = None
 
     def __init__(self) -> None:
         self.steps = 0
@@ -109,7 +109,7 @@ def test_a_resumed_run_has_the_same_states_bit_for_bit(rows: Tokenized, tmp_path
 class GivenState(Callback):
     """A callback with a given state, which it cannot load. It has the name of the average."""
 
-    fingerprint = None
+    settings = None
     name = "Average"
 
     def __init__(self, state: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ STEPS = 12
 class Weights(lt.Callback):
     """Keeps the weights after each step."""
 
-    fingerprint = None
+    settings = None
 
     def setup(self, training: Any) -> None:
         self.model = training.model
@@ -134,7 +134,7 @@ def test_a_path_that_exists_in_the_run_folder_is_not_replaced(
     class Notes(lt.Callback):
         """A callback of the user that writes into the run folder."""
 
-        fingerprint = None
+        settings = None
 
         def setup(self, training: Any) -> None:
             (training.folder / "notes").write_text("mine")
