@@ -37,7 +37,7 @@ from llmtrain.files import (
     temporary_sibling,
 )
 from llmtrain.json_types import JsonObject
-from llmtrain.record.format import check_not_newer, version_fault
+from llmtrain.record.format import check_not_newer, check_resumable, has_version
 from llmtrain.record.history import candidate_folders
 
 MANIFEST = "MANIFEST.json"
@@ -45,8 +45,6 @@ STRUCTURE = "structure.json"  # what a state has besides tensors
 _NAME = re.compile(r"step-\d{8,}")
 # Every checkpoint has files of these names. `model` holds the weights of a model or of an adapter.
 _NEEDED_FILES = ("model/*.safetensors", "optimizer/*.safetensors")
-# Earlier versions of llmtrain wrote checkpoints without this file, which was no damage.
-_STRUCTURE_OF_OPTIMIZER = f"optimizer/{STRUCTURE}"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -92,11 +90,11 @@ def newest_valid(
     Raises:
         AllDamagedError: if there are checkpoints, and none is intact: starting from the beginning
             would hide the loss.
-        UserError: if the newest is in a newer or an earlier format, or if its disk fails: an older
-            one would silently repeat its steps.
+        UserError: if the newest is in another format, or if its disk fails: an older one would
+            silently repeat its steps.
     """
-    candidates = checkpoints(folder)
-    for path in reversed(candidates):
+    for path in reversed(checkpoints(folder)):
+        check_resumable(path / MANIFEST)
         fault = find_fault(path, fingerprint)
         if fault is None:
             return path
@@ -122,7 +120,7 @@ def find_fault(path: Path, fingerprint: str | None = None) -> str | None:
     followed, and names in the manifest never lead out of the folder.
 
     Raises:
-        UserError: if the checkpoint is in a newer or an earlier format, which is no damage.
+        UserError: if the checkpoint is in a newer format, which is no damage.
         UnreadableError: if the disk fails, which is no damage either.
     """
     try:
@@ -139,9 +137,6 @@ def _faults(path: Path, fingerprint: str | None) -> Iterator[str]:
     if MANIFEST not in present:
         yield f"{MANIFEST} is missing"
     manifest = _read(path / MANIFEST)
-    manifest_fault = version_fault(MANIFEST, manifest)
-    if manifest_fault:
-        yield manifest_fault
 
     # Is every file there, and no other?
     hashes = manifest["files"]
@@ -152,36 +147,15 @@ def _faults(path: Path, fingerprint: str | None) -> Iterator[str]:
         yield f"{name} is missing"
     for name in sorted(present - {MANIFEST} - hashes.keys()):
         yield f"{name} is not in the manifest"
-    _check_not_earlier(path, hashes)
 
     for name in damaged_files(path, hashes):
         yield f"{name} differs from its hash"
 
     state = read_state(path)
-    state_fault = version_fault("state.json", state)
-    if state_fault:
-        yield state_fault
     if state["step"] != _step_of(path):
         yield f"it holds step {state['step']}"
     if fingerprint is not None and fingerprint != state.get("fingerprint_sha256"):
         yield "it belongs to another run"
-
-
-def _check_not_earlier(path: Path, names: Collection[str]) -> None:
-    """Check that an earlier llmtrain has not written a checkpoint.
-
-    Args:
-        path: the checkpoint.
-        names: the files that its manifest names.
-
-    Raises:
-        UserError: if an earlier llmtrain has written it.
-    """
-    if _STRUCTURE_OF_OPTIMIZER not in names:
-        raise UserError(
-            f"{path} was written by an earlier llmtrain, without {_STRUCTURE_OF_OPTIMIZER}: finish "
-            "the run with that version, or start a new run."
-        )
 
 
 def read_state(path: Path) -> JsonObject:
@@ -207,9 +181,12 @@ def _read(path: Path) -> JsonObject:
 
     Raises:
         UserError: if a newer llmtrain has written the file, or if its disk fails.
+        ValueError: if the file is damaged.
     """
     content = dict(json.loads(read_patiently(path, path.read_text)))
     check_not_newer(path, content)
+    if not has_version(content):
+        raise ValueError(f"{path.name} has format version {content.get('format_version')}")
     return content
 
 

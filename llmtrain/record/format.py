@@ -1,4 +1,7 @@
-"""The version of a run's files on disk. Files of a newer version are refused."""
+"""The version of a run's files on disk.
+
+Files of a newer version are refused. A run of an earlier version is read, and not resumed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ if TYPE_CHECKING:
     from llmtrain.json_types import JsonObject
 
 # The version of run.json, state.json and MANIFEST.json. Raise it when a reader must change.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _KEY = "format_version"
 
 
@@ -35,20 +38,25 @@ def check_not_newer(path: Path, content: JsonObject) -> None:
         )
 
 
-def version_fault(name: str, content: JsonObject) -> str | None:
-    """Return a description of the fault if a file does not have the current format version.
+def check_resumable(path: Path) -> None:
+    """Check that a file of a run is in the current format. A file without a version passes.
 
-    Args:
-        name: the name of the file, for the description.
-        content: the content of the file.
-
-    Returns:
-        ``None`` if the version is current.
+    Raises:
+        UserError: if another version of llmtrain has written the file.
     """
+    version = read_versioned(path).get(_KEY)
+    if isinstance(version, int) and version < FORMAT_VERSION:
+        raise UserError(
+            f"{path} has format version {version}, and this llmtrain resumes version "
+            f"{FORMAT_VERSION}: finish the run with the llmtrain that has written it, or start a "
+            "new run with --resume_from_checkpoint never."
+        )
+
+
+def has_version(content: JsonObject) -> bool:
+    """Return whether the content of a file has the number of a format that is read."""
     version = content.get(_KEY)
-    if type(version) is int and version == FORMAT_VERSION:
-        return None
-    return f"{name} has format version {version}, not {FORMAT_VERSION}"
+    return type(version) is int and 1 <= version <= FORMAT_VERSION
 
 
 def read_versioned(path: Path) -> JsonObject:

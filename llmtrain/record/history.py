@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError
 from llmtrain.files import names_in, read_object
-from llmtrain.record.format import read_versioned, version_fault
+from llmtrain.record.format import read_versioned
 
 if TYPE_CHECKING:
     from llmtrain.json_types import JsonObject
@@ -39,19 +39,13 @@ class History(NamedTuple):
         """Read a run folder.
 
         Raises:
-            UserError: if the folder holds no run, or another version of llmtrain has written it.
+            UserError: if the folder holds no run, or a newer llmtrain has written it.
         """
         if not is_run(folder):
             raise UserError(
                 f"{folder} is not a run folder: it has neither run.json nor status.json."
             )
-        history = cls.read(folder)
-        if history.record and version_fault("run.json", history.record):
-            raise UserError(
-                f"{folder}/run.json was written by an earlier llmtrain, in a format that this one "
-                "does not read: use the earlier llmtrain."
-            )
-        return history
+        return cls.read(folder)
 
     @classmethod
     def read(cls, folder: Path) -> History:

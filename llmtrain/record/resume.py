@@ -14,7 +14,7 @@ from llmtrain.files import digest, json_text, names_in, read_object
 from llmtrain.json_types import JsonObject
 from llmtrain.locks import file_lock
 from llmtrain.record import checkpoint
-from llmtrain.record.format import read_versioned
+from llmtrain.record.format import check_resumable, read_versioned
 from llmtrain.record.history import History, candidate_folders, is_free
 from llmtrain.record.run_description import difference, named_difference
 
@@ -117,6 +117,8 @@ def choose_folder(
             return {}
         if not may_continue:
             return None
+        if resume == "auto" and not _is_finished(folder):
+            check_resumable(folder / "run.json")
         return _unfinished_record(folder, fingerprint, point.checkpoint, run_id)
 
     with contextlib.ExitStack() as lock:
@@ -311,6 +313,10 @@ def _lock_folder(lock: contextlib.ExitStack, folder: Path, is_absent: bool, is_r
     return True
 
 
+def _is_finished(folder: Path) -> bool:
+    return read_object(folder / "status.json").get("state") == "finished"
+
+
 def _unfinished_record(
     folder: Path, fingerprint: JsonObject, source: Path | None, run_id: str | None
 ) -> JsonObject | None:
@@ -329,7 +335,7 @@ def _unfinished_record(
     Raises:
         UserError: if a newer llmtrain has written the unfinished run.
     """
-    if read_object(folder / "status.json").get("state") == "finished":
+    if _is_finished(folder):
         return None
     record = read_versioned(folder / "run.json")
     if record.get("fingerprint_sha256") != digest(fingerprint):
@@ -365,6 +371,7 @@ def _named_checkpoint(
             raise UserError(f"{flag}: this run has no checkpoint yet.")
     elif (path / checkpoint.MANIFEST).exists():
         named = path
+        check_resumable(path / checkpoint.MANIFEST)
         fault = checkpoint.find_fault(path)
         if fault:
             raise UserError(f"{flag} is damaged: {fault}.")

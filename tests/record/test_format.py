@@ -11,10 +11,12 @@ import pytest
 
 from llmtrain.errors import UserError
 from llmtrain.files import digest
+from llmtrain.json_types import JsonObject
 from llmtrain.record.checkpoint import find_fault, newest_valid, read_state
+from llmtrain.record.format import FORMAT_VERSION
 from llmtrain.record.resume import choose_folder
 from tests.command_line import run_cli
-from tests.record.checkpoint_files import save_checkpoint
+from tests.record.checkpoint_files import flip, save_checkpoint
 
 FINGERPRINT = {"seed": 0}
 CHECKPOINT = "checkpoints/step-00000020"
@@ -27,13 +29,14 @@ def run(tmp_path: Path) -> Path:
     for step in (10, 20):
         save_checkpoint(folder / "checkpoints", step, fingerprint=digest(FINGERPRINT))
     record = {
-        "format_version": 1,
+        "format_version": FORMAT_VERSION,
         "run_id": "abc",
         "fingerprint_sha256": digest(FINGERPRINT),
         "starts": [],
     }
     (folder / "run.json").write_text(json.dumps(record))
     (folder / "status.json").write_text('{"state": "running", "step": 20}')
+    (folder / ".lock").touch()
     return folder
 
 
@@ -44,7 +47,7 @@ def start(folder: Path, resume: str) -> None:
 
 def write_newer_version(path: Path) -> None:
     content = json.loads(path.read_text())
-    content["format_version"] = 2
+    content["format_version"] = FORMAT_VERSION + 1
     path.write_text(json.dumps(content))
 
 
@@ -65,11 +68,7 @@ def write_newer_state(checkpoint: Path) -> None:
 
 def contents(folder: Path) -> dict[Path, bytes | None]:
     """Return the content of every file below a folder, and ``None`` for every folder."""
-    by_path: dict[Path, bytes | None] = {}
-    for path in folder.rglob("*"):
-        if path.name != ".lock":
-            by_path[path] = path.read_bytes() if path.is_file() else None
-    return by_path
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 def assert_refused(action: Callable[[], object], file: Path, folder: Path) -> None:
@@ -79,7 +78,8 @@ def assert_refused(action: Callable[[], object], file: Path, folder: Path) -> No
         action()
 
     assert str(error.value) == (
-        f"{file} has format version 2, but this llmtrain reads version 1: upgrade llmtrain."
+        f"{file} has format version {FORMAT_VERSION + 1}, but this llmtrain reads version "
+        f"{FORMAT_VERSION}: upgrade llmtrain."
     )
     assert contents(folder) == before
 
@@ -89,32 +89,14 @@ def test_a_run_of_a_newer_format_is_not_resumed(run: Path) -> None:
     assert_refused(lambda: start(run, "auto"), run / "run.json", run)
 
 
-NEWER = {"format_version": 2}, "has format version 2"
-WITHOUT_VERSION = {}, "was written by an earlier llmtrain"
-
-
-@pytest.mark.parametrize(
-    ("command", "version", "message"),
-    [
-        ("runs check .", *NEWER),
-        ("report .", *NEWER),
-        ("diff . .", *NEWER),
-        ("report .", *WITHOUT_VERSION),
-        ("diff . .", *WITHOUT_VERSION),
-        ("rows . --step 1", *WITHOUT_VERSION),
-    ],
-)
-def test_commands_refuse_a_run_of_another_format(
+@pytest.mark.parametrize("command", ["runs check .", "report .", "diff . .", "rows . --step 1"])
+def test_commands_refuse_a_run_of_a_newer_format(
     command: str,
-    version: dict[str, int],
-    message: str,
     run: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    record = json.loads((run / "run.json").read_text())
-    del record["format_version"]
-    (run / "run.json").write_text(json.dumps(record | version))
+    write_newer_version(run / "run.json")
     before = contents(run)
     monkeypatch.chdir(run)
 
@@ -122,7 +104,7 @@ def test_commands_refuse_a_run_of_another_format(
 
     assert status == 2
     assert out == ""
-    assert f"run.json {message}" in err
+    assert f"run.json has format version {FORMAT_VERSION + 1}" in err
     assert err.count("\n") == 1
     assert contents(run) == before
 
@@ -139,7 +121,7 @@ def test_a_run_of_a_newer_format_does_not_hide_the_other_runs_of_a_list(
     assert status == 0
     assert [line.split()[0] for line in out.splitlines()] == ["run", str(run)]
     assert err.startswith("note: ")
-    assert "newer/run.json has format version 2" in err
+    assert f"newer/run.json has format version {FORMAT_VERSION + 1}" in err
     assert err.count("\n") == 1
 
 
@@ -188,78 +170,111 @@ def test_a_manifest_with_an_unknown_version_is_damage(version: object, run: Path
     content["format_version"] = version
     manifest.write_text(json.dumps(content))
 
-    assert find_fault(run / CHECKPOINT) == f"MANIFEST.json has format version {version}, not 1"
+    assert f"has format version {version}" in str(find_fault(run / CHECKPOINT))
 
 
 @pytest.mark.parametrize("name", ["state.json", "MANIFEST.json"])
 def test_the_files_of_a_checkpoint_have_the_format_version(name: str, run: Path) -> None:
-    assert json.loads((run / CHECKPOINT / name).read_text())["format_version"] == 1
+    assert json.loads((run / CHECKPOINT / name).read_text())["format_version"] == FORMAT_VERSION
 
 
-# --- a run that an earlier version has written
-
-
-def unpack(name: str, folder: Path) -> Path:
-    with tarfile.open(Path(__file__).with_name(name)) as archive:
-        archive.extractall(folder, filter="data")
-    return folder / "run"
+# --- a run of format 1
 
 
 @pytest.fixture
-def earlier_run(tmp_path: Path) -> Path:
-    """An unfinished run of commit 78add705, with a checkpoint after step 2 of 4."""
-    return unpack("run_of_an_earlier_version.tar.gz", tmp_path)
+def first_run(tmp_path: Path) -> Path:
+    """An unfinished run of format 1, with a checkpoint after step 219.
+
+    Commit 104f03dc has written it, with ``--optim adafactor``, which was removed later.
+    """
+    with tarfile.open(Path(__file__).with_name("run_of_format_1.tar.gz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / "run"
 
 
-@pytest.fixture
-def adafactor_run(tmp_path: Path) -> Path:
-    """An unfinished run of commit 104f03dc with ``--optim adafactor``, which was removed later."""
-    return unpack("run_with_removed_flags.tar.gz", tmp_path)
+FIRST_CHECKPOINT = "checkpoints/step-00000219"
 
 
-def test_a_run_of_an_earlier_version_is_refused_and_neither_changed_nor_called_damaged(
-    earlier_run: Path,
+def fingerprint_in(run: Path) -> JsonObject:
+    fingerprint: JsonObject = json.loads((run / "run.json").read_text())["fingerprint"]
+    return fingerprint
+
+
+@pytest.mark.parametrize("is_same_command", [True, False])
+@pytest.mark.parametrize(
+    ("output_dir", "resume", "file"),
+    [
+        ("run", "auto", "run.json"),
+        ("new", "RUN", f"{FIRST_CHECKPOINT}/MANIFEST.json"),
+        ("new", f"RUN/{FIRST_CHECKPOINT}", f"{FIRST_CHECKPOINT}/MANIFEST.json"),
+    ],
+)
+def test_a_run_of_format_1_is_not_resumed_and_no_byte_of_it_changes(
+    output_dir: str, resume: str, file: str, is_same_command: bool, first_run: Path
 ) -> None:
-    checkpoint = earlier_run / "checkpoints" / "step-00000002"
-    fingerprint = json.loads((earlier_run / "run.json").read_text())["fingerprint"]
-    before = contents(earlier_run)
+    fingerprint = fingerprint_in(first_run)
+    if not is_same_command:
+        fingerprint["optimizer"]["optim"] = "adamw"
+    before = contents(first_run.parent)
 
-    for folder, resume in (
-        (earlier_run, "auto"),
-        (earlier_run.with_name("new"), str(earlier_run)),
-        (earlier_run.with_name("new"), str(checkpoint)),
+    with (
+        pytest.raises(UserError) as error,
+        choose_folder(
+            str(first_run.with_name(output_dir)),
+            resume.replace("RUN", str(first_run)),
+            fingerprint,
+        ),
     ):
-        with (
-            pytest.raises(UserError, match=f"^{checkpoint} was written by an earlier llmtrain"),
-            choose_folder(str(folder), resume, fingerprint),
-        ):
-            pass
-        assert contents(earlier_run) == before
+        pass
+
+    assert str(error.value) == (
+        f"{first_run}/{file} has format version 1, and this llmtrain resumes version 2: finish the "
+        "run with the llmtrain that has written it, or start a new run with "
+        "--resume_from_checkpoint never."
+    )
+    assert contents(first_run.parent) == before
+
+
+def test_damage_to_a_checkpoint_of_format_1_is_not_set_aside(first_run: Path) -> None:
+    flip(first_run / FIRST_CHECKPOINT / "model" / "model.safetensors")
+    before = contents(first_run.parent)
+
+    with (
+        pytest.raises(UserError, match="has format version 1"),
+        choose_folder(str(first_run), "auto", fingerprint_in(first_run)),
+    ):
+        pass
+
+    assert contents(first_run.parent) == before
+
+
+@pytest.mark.parametrize(("state", "resume"), [("finished", "auto"), ("running", "never")])
+def test_a_new_run_begins_next_to_one_of_format_1(state: str, resume: str, first_run: Path) -> None:
+    status = first_run / "status.json"
+    status.write_text(json.dumps(json.loads(status.read_text()) | {"state": state}))
+    before = contents(first_run)
+
+    with choose_folder(str(first_run), resume, fingerprint_in(first_run)) as resume_point:
+        assert resume_point.folder == first_run.with_name("run-2")
+        assert resume_point.step == 0
+
+    assert contents(first_run) == before
 
 
 @pytest.mark.parametrize(
-    "command", ["runs RUN", "report RUN", "export RUN/checkpoints/step-00000002"]
+    "command",
+    [
+        "runs RUN",
+        "runs check RUN",
+        "report RUN",
+        "diff RUN RUN",
+        f"export RUN/{FIRST_CHECKPOINT}",
+        f"generate RUN/{FIRST_CHECKPOINT} --prompt a --max_new_tokens 2",
+    ],
 )
-def test_commands_read_a_run_of_an_earlier_version(
-    command: str, earlier_run: Path, capsys: pytest.CaptureFixture
+def test_commands_read_a_run_of_format_1(
+    command: str, first_run: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    status, _, err = run_cli(capsys, *command.replace("RUN", str(earlier_run)).split())
+    status, _, err = run_cli(capsys, *command.replace("RUN", str(first_run)).split())
 
     assert (status, err) == (0, "")
-
-
-def test_a_run_with_a_removed_flag_is_read_and_another_run_begins(
-    adafactor_run: Path, capsys: pytest.CaptureFixture
-) -> None:
-    for command in ["runs RUN", "report RUN", "diff RUN RUN"]:
-        status, _, err = run_cli(capsys, *command.replace("RUN", str(adafactor_run)).split())
-        assert (status, err) == (0, "")
-    before = contents(adafactor_run)
-    fingerprint = json.loads((adafactor_run / "run.json").read_text())["fingerprint"]
-    fingerprint["optimizer"]["optim"] = "adamw"
-
-    with choose_folder(str(adafactor_run), "auto", fingerprint) as resume_point:
-        assert resume_point.folder == adafactor_run.with_name("run-2")
-        assert "adafactor" in resume_point.reason
-
-    assert contents(adafactor_run) == before

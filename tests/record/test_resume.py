@@ -11,6 +11,7 @@ from llmtrain.errors import UserError
 from llmtrain.files import digest, write_json
 from llmtrain.json_types import JsonObject
 from llmtrain.record import resume
+from llmtrain.record.format import with_version
 from llmtrain.record.resume import ResumePoint, choose_folder
 from llmtrain.record.saver import Saver
 from tests.record.checkpoint_files import Files, save_step
@@ -40,9 +41,8 @@ def stopped_run(tmp_path: Path) -> Path:
     fingerprint = fingerprint_of(seed=0)
     identity = {"fingerprint": fingerprint, "fingerprint_sha256": digest(fingerprint)}
     save_step(Saver(folder / "checkpoints", Files(), keep=1), 10, tokens=320, **identity)
-    write_json(
-        folder / "run.json", {"format_version": 1, "run_id": "abc", "starts": [], **identity}
-    )
+    record = with_version({"run_id": "abc", "starts": [], **identity})
+    write_json(folder / "run.json", record)
     write_json(folder / "status.json", {"state": "preempted", "step": 10})
     return folder
 
