@@ -150,7 +150,7 @@ def _listed(history: History) -> JsonObject:
         "max_steps": history.settings.get("max_steps"),
         **losses,
         "age": round(history.seconds_since_write(), 1),
-        "lost": history.losses_of_all_checkpoints(),
+        "lost": history.lost_steps(),
     }
 
 

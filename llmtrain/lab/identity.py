@@ -28,7 +28,7 @@ METADATA = {
     "vocabulary": ("model", "vocabulary size"),
     "mixed_precision": ("pass", "precision"),
     "git_sha": ("code", "commit"),
-    "code_sha256": ("code", "code of the package, the recipe and its helper modules"),
+    "code_sha256": ("code", "code of llmtrain and the recipe"),
     "versions": ("code", "versions"),
     "processes": ("layout", "processes"),
     "sharded": ("layout", "sharded"),

@@ -37,8 +37,8 @@ from llmtrain.files import (
     temporary_sibling,
 )
 from llmtrain.json_types import JsonObject
-from llmtrain.record.format import check_not_newer, check_resumable, has_version
 from llmtrain.record.history import candidate_folders
+from llmtrain.record.run_record import check_not_newer, check_resumable, has_version
 
 MANIFEST = "MANIFEST.json"
 STRUCTURE = "structure.json"  # what a state has besides tensors
@@ -77,7 +77,7 @@ def newest_valid(
     folder: Path,
     set_aside: bool = False,
     fingerprint: str | None = None,
-    known_losses: Collection[str] = (),
+    earlier_damage: Collection[str] = (),
 ) -> Path | None:
     """Return the newest intact checkpoint, or ``None`` if the run has never saved one.
 
@@ -85,7 +85,7 @@ def newest_valid(
         folder: the run's ``checkpoints`` folder.
         set_aside: rename damaged checkpoints, so that no later start reads them again.
         fingerprint: sha256 of the run's fingerprint. A checkpoint of another run counts as damaged.
-        known_losses: names of damaged checkpoints after whose loss the run has started again.
+        earlier_damage: names of damaged checkpoints for which the run has started again.
 
     Raises:
         AllDamagedError: if there are checkpoints, and none is intact: starting from the beginning
@@ -106,9 +106,9 @@ def newest_valid(
 
     damaged = {name for name in names_in(folder) or [] if name.startswith("damaged-")}
     damaged |= {path.name for path in checkpoints(folder)}
-    new_losses = sorted(damaged - {*known_losses}, reverse=True)
-    if new_losses:
-        raise AllDamagedError(folder, new_losses)
+    new_damage = sorted(damaged - {*earlier_damage}, reverse=True)
+    if new_damage:
+        raise AllDamagedError(folder, new_damage)
     return None
 
 

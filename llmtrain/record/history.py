@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError
 from llmtrain.files import names_in, read_object
-from llmtrain.record.format import read_versioned
+from llmtrain.record.run_record import read_versioned
 
 if TYPE_CHECKING:
     from llmtrain.json_types import JsonObject
@@ -136,8 +136,8 @@ class History(NamedTuple):
         times = [*earlier] if isinstance(earlier, list) else []
         return times + [str(start.get("time")) for start in self.starts]
 
-    def losses_of_all_checkpoints(self) -> list[str]:
-        """Return what is known of each time that the run lost all checkpoints and began again."""
+    def lost_steps(self) -> list[str]:
+        """Return a sentence for each time that the run began again without an intact checkpoint."""
         return [str(event.get("text")) for event in self.events if event.get("kind") == "lost"]
 
     def series(self, key: str) -> dict[int, float]:
@@ -214,7 +214,7 @@ class History(NamedTuple):
             line += "; no process holds its lock: it was killed"
             if self._is_elsewhere:
                 line += f", or it runs on {self.status.get('host')}"
-        return "; ".join([line, *self.losses_of_all_checkpoints()])
+        return "; ".join([line, *self.lost_steps()])
 
     @property
     def _is_elsewhere(self) -> bool:

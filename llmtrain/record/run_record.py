@@ -1,84 +1,305 @@
-"""The content of ``run.json``: the settings, the data, and every start of a run."""
+"""``run.json``: its format, the settings and the code of a run, and what all ranks must agree on.
+
+The *fingerprint* of a run is everything that determines its numbers, as a JSON object. A run is
+resumed only by a command that has the same fingerprint.
+"""
+
+from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
 import time
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from llmtrain.console import in_notebook
-from llmtrain.files import digest
-from llmtrain.json_types import JsonObject
-from llmtrain.record.format import read_versioned, with_version
-from llmtrain.record.history import History
-from llmtrain.record.resume import ResumePoint
-from llmtrain.record.running_code import code_digest, git_commit
+from llmtrain.errors import UserError
+from llmtrain.files import digest, read_hashed, read_object
 from llmtrain.redaction import redacted
 from llmtrain.versions import versions
 
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from llmtrain.json_types import JsonObject
+    from llmtrain.parallel.team import Team
+
+# The version of run.json, state.json and MANIFEST.json. Raise it when a reader must change.
+FORMAT_VERSION = 2
+_VERSION_KEY = "format_version"
+
+# Flags that may differ between machines: paths, and what only rank 0 does.
+_LOCAL_FLAGS = {
+    "dataset",
+    "tokenizer",
+    "output_dir",
+    "run_name",
+    "resume_from_checkpoint",
+    "report_to",
+}
+# Keys of a fingerprint that have hashes, and what run.json says about that which was hashed.
+_DESCRIBED_BY = {
+    "data": ("dataset", "records", "train_tokens", "eval_tokens"),
+    "tokenizer": ("tokenizer", "vocabulary"),
+}
+
+
+# --- the format
+
+
+def with_version(content: JsonObject) -> JsonObject:
+    """Return the content with the format version as its first key."""
+    return {_VERSION_KEY: FORMAT_VERSION, **content}
+
+
+def check_not_newer(path: Path, content: JsonObject) -> None:
+    """Check that the content of a file is not in a newer format.
+
+    Raises:
+        UserError: if a newer llmtrain has written it.
+    """
+    version = content.get(_VERSION_KEY)
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise UserError(
+            f"{path} has format version {version}, but this llmtrain reads version "
+            f"{FORMAT_VERSION}: upgrade llmtrain."
+        )
+
+
+def has_version(content: JsonObject) -> bool:
+    """Return whether the content of a file has the number of a format that is read."""
+    version = content.get(_VERSION_KEY)
+    return type(version) is int and 1 <= version <= FORMAT_VERSION
+
+
+def check_resumable(path: Path) -> None:
+    """Check that a file of a run is in the current format. A file without a version passes.
+
+    Raises:
+        UserError: if another version of llmtrain has written the file.
+    """
+    version = read_versioned(path).get(_VERSION_KEY)
+    if isinstance(version, int) and version < FORMAT_VERSION:
+        raise UserError(
+            f"{path} has format version {version}, and this llmtrain resumes version "
+            f"{FORMAT_VERSION}: finish the run with the llmtrain that has written it, or start a "
+            "new run with --resume_from_checkpoint never."
+        )
+
+
+def read_versioned(path: Path) -> JsonObject:
+    """Return the JSON object in a file, or an empty one if the file cannot be read.
+
+    Raises:
+        UserError: if a newer llmtrain has written the file.
+    """
+    content = read_object(path)
+    check_not_newer(path, content)
+    return content
+
+
+# --- the content of run.json
+
 
 def run_record(
-    folder: Path,
+    earlier: JsonObject | None,
+    *,
+    run_id: str,
+    extends: JsonObject | None,
     fingerprint: JsonObject,
     settings: dict[str, JsonObject],
     details: JsonObject,
-    resume_point: ResumePoint,
     start: JsonObject,
 ) -> JsonObject:
     """Return the new content of ``run.json``: that of the file so far, plus this start.
 
     Args:
-        folder: the run folder.
+        earlier: the content of the file so far; ``None`` for a new run.
+        run_id: the id of the run.
+        extends: the run that this one extends, if there is one.
         fingerprint: the fingerprint of the run.
         settings: every flag with its value and origin (:func:`llmtrain.config.flags.resolved`).
         details: further keys of the file, about the data.
-        resume_point: where this start begins.
-        start: what else this start is recorded with, such as its processes and its device.
+        start: where this start begins, its processes and its device.
     """
     this_start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "step": resume_point.step,
-        "from": str(resume_point.checkpoint) if resume_point.checkpoint else None,
         # How often the launcher has restarted the run (--max_restarts).
         "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        "lost_checkpoints": resume_point.lost_checkpoints,
         "job": os.environ.get("SLURM_JOB_ID"),
         # The command of a notebook says nothing.
         "command": [] if in_notebook() else sys.argv,
         "directory": str(Path.cwd()),
         "host": platform.node(),
         **start,
-        "threads": torch.get_num_threads(),
         "versions": versions(),
         "git_sha": git_commit(),
-        "code_sha256": code_digest(),
+        "code_sha256": code_sha256(),
     }
-    earlier = read_versioned(folder / "run.json")
-    extends = earlier.get("extends")
-    if extends is None and resume_point.extended_run is not None:
-        extended = History.read(resume_point.extended_run)
-        extends = {
-            "run": str(resume_point.extended_run),
-            "run_id": extended.record.get("run_id"),
-            "step": resume_point.step,  # the last one that is taken over
-            "start_times": extended.all_start_times(),
-        }
-
+    earlier_starts = [] if earlier is None else earlier["starts"]
     recorded_settings = {}
     for name, setting in settings.items():
         # The name of a flag shows whether its value is a secret.
         recorded_settings[name] = {**redacted(setting), "value": redacted(setting["value"], name)}
 
     record = {
-        "run_id": resume_point.run_id,
+        "run_id": run_id,
         "extends": extends,
         "fingerprint": fingerprint,
         "fingerprint_sha256": digest(fingerprint),
         "processes": start["processes"],
         "settings": recorded_settings,
         **redacted(details),
-        "starts": [*earlier.get("starts", []), redacted(this_start)],
+        "starts": [*earlier_starts, redacted(this_start)],
     }
     return with_version(record)
+
+
+def code_sha256() -> str:
+    """Return one sha256 over the Python files of llmtrain, and the script that was started."""
+    package = Path(__file__).resolve().parents[1]
+    files = [*sorted(package.rglob("*.py")), Path(sys.argv[0]).resolve()]
+    return digest({"files": [read_hashed(path)["sha256"] for path in files if path.is_file()]})
+
+
+def git_commit() -> str | None:
+    """Return the git commit of the script, or ``None`` if it is in no repository.
+
+    The commit ends in ``-dirty`` if a tracked file has changed since then, and in ``-unknown`` if
+    git does not say.
+    """
+    commit = _git("rev-parse", "HEAD")
+    if not commit:
+        return None
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    if changes is None:
+        return f"{commit}-unknown"
+    return f"{commit}-dirty" if changes else commit
+
+
+def _git(*arguments: str) -> str | None:
+    """Run git in the script's folder.
+
+    Returns:
+        What git prints, or ``None`` if it fails or takes more than five seconds.
+    """
+    folder = str(Path(sys.argv[0]).resolve().parent)
+    command = ["git", "-C", folder, "--no-optional-locks", *arguments]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()
+
+
+# --- what all ranks must agree on, and how runs and ranks differ
+
+
+def run_description(
+    fingerprint: JsonObject, settings: dict[str, JsonObject], precision: str
+) -> JsonObject:
+    """Describe what this rank is about to train, and with which code.
+
+    Args:
+        fingerprint: the fingerprint of the run.
+        settings: every flag with its value and origin (:func:`llmtrain.config.flags.resolved`).
+        precision: the precision as Accelerate names it, such as ``bf16``.
+    """
+    flags = {
+        name: setting["value"] for name, setting in settings.items() if name not in _LOCAL_FLAGS
+    }
+    return {
+        "flags": flags,
+        **fingerprint,
+        "precision": precision,
+        "versions": versions(),
+        "code": code_sha256(),
+    }
+
+
+def check_ranks_agree(team: Team, description: JsonObject, details: JsonObject) -> None:
+    """Check that all ranks are about to train the same.
+
+    They may not, because each machine may have its own command, data, packages and code.
+
+    Args:
+        team: all ranks.
+        description: what :func:`run_description` returns on this rank.
+        details: the names and sizes of the data, for error messages. They may differ.
+
+    Raises:
+        UserError: on all ranks, if a rank is about to train something else than rank 0.
+    """
+    main, *others = team.on_all(lambda: (description, details))
+    for rank, other in enumerate(others, start=1):
+        change = first_difference(*other, *main)
+        if change is not None:
+            key, reason = change
+            raise UserError(f"rank {rank} differs from rank 0 in {key}: {reason}.")
+
+
+def first_difference(
+    before: JsonObject,
+    before_record: JsonObject,
+    now: JsonObject,
+    now_record: JsonObject,
+    ignored: Collection[str] = (),
+) -> tuple[str, str] | None:
+    """Return the first key in which two runs or ranks differ, and how; ``None`` if there is none.
+
+    Args:
+        before: the fingerprint or the description of another run or rank.
+        before_record: ``run.json`` of the other one, or as much of it as describes its data.
+        now: the fingerprint or the description of this one.
+        now_record: the same of this one.
+        ignored: keys that may differ.
+    """
+    for key, value in now.items():
+        if key in ignored or before.get(key) == value:
+            continue
+        if key == "code":
+            return key, "llmtrain or the recipe has another content there"
+        if key == "initial_weights":
+            before_start = _named_weights(before.get(key), before_record)
+            now_start = _named_weights(value, now_record)
+            same_name = f"{_model_name(now_record)} has other weights now"
+            return key, difference(before_start, now_start) or same_name
+        if key not in _DESCRIBED_BY or not before_record or not now_record:
+            return key, difference(before.get(key), value)
+
+        names = _DESCRIBED_BY[key]
+        before_names = {name.replace("_", " "): before_record.get(name) for name in names}
+        now_names = {name.replace("_", " "): now_record.get(name) for name in names}
+        same_names = f"{now_record.get(names[0])} has another content, of the same size"
+        return key, difference(before_names, now_names) or same_names
+    return None
+
+
+def _named_weights(start: object, record: JsonObject) -> object:
+    """Return the initial weights in a fingerprint, with the model's name in place of its hash."""
+    name = _model_name(record)
+    return {**start, "weights": name} if isinstance(start, dict) and name else start
+
+
+def _model_name(record: JsonObject) -> object:
+    """Return the model that the settings in ``run.json`` name."""
+    settings = record.get("settings") or {}
+    return (settings.get("model_name_or_path") or {}).get("value")
+
+
+def difference(before: object, now: object) -> str:
+    """Describe the difference between two values, for an error message.
+
+    For two dictionaries, only the keys that differ are listed.
+
+    Args:
+        before: the value of another run or rank.
+        now: the value of this one.
+    """
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return f"{before} there, {now} here"
+
+    keys = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
+    return ", ".join(f"{key} {before.get(key)} there, {now.get(key)} here" for key in sorted(keys))

@@ -31,7 +31,7 @@ from llmtrain.parallel.ranks import THIS_RANK, Team
 from llmtrain.parallel.shards import meta_like
 from llmtrain.quantities import size_text
 from llmtrain.record.checkpoint import MANIFEST, STRUCTURE, file_names, path_of, prune
-from llmtrain.record.format import with_version
+from llmtrain.record.run_record import with_version
 from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import FilePlan, unchanged, write_tensors
 

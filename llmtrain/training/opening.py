@@ -14,7 +14,6 @@ from llmtrain.config.flags import resolved
 from llmtrain.console import check_interrupt, say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
-from llmtrain.files import read_object
 from llmtrain.interfaces.callback import Callback
 from llmtrain.interfaces.metric import Metric, MetricFunction
 from llmtrain.interfaces.model_bundle import ModelBundle
@@ -29,8 +28,7 @@ from llmtrain.record.folder import RunFolder
 from llmtrain.record.history import History
 from llmtrain.record.publish import publish
 from llmtrain.record.resume import ResumePoint, choose_folder
-from llmtrain.record.run_description import check_ranks_agree, run_description
-from llmtrain.record.run_record import run_record
+from llmtrain.record.run_record import check_ranks_agree, run_description, run_record
 from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
 from llmtrain.record.trackers.tracker import TrackedRun
@@ -126,7 +124,8 @@ def open_run(
     details = {**asdict(rows.metadata), "settings": resolved_settings}
     check_ranks_agree(
         ranks,
-        run_description(fingerprint, resolved_settings, accelerator.mixed_precision, details),
+        run_description(fingerprint, resolved_settings, accelerator.mixed_precision),
+        details,
     )
 
     with contextlib.ExitStack() as contexts:
@@ -229,13 +228,14 @@ def _recorded(run: Run) -> Iterator[None]:
     """
     settings = resolved(run.settings)
 
-    def begin() -> TrackedRun:
+    def begin() -> tuple[JsonObject, TrackedRun]:
         # run.json comes first: without it, a start that fails here would use up the folder's name.
-        run.writer.write("run.json", _record_of(run, settings))
+        record = _record_of(run, settings)
+        run.writer.write("run.json", record)
         run.writer.begin(run.step, run.resume_point.extended_run)
-        return _tracked(run)
+        return record, _tracked(run, record)
 
-    tracked = run.ranks.on_main(begin)
+    record, tracked = run.ranks.on_main(begin)
     if run.ranks.is_sharded:
         # Ranks that share a model save it together.
         timeout = run.settings.parallel.ddp_timeout + 60
@@ -249,8 +249,9 @@ def _recorded(run: Run) -> Iterator[None]:
             contexts.enter_context(copied_output(run.folder / OUTPUT_FILE))
         contexts.enter_context(_failures_recorded(run))
         run.metrics.start(trackers, tracked)
-        _record_addresses(run)
-        _record_loss(run)
+        if run.metrics.addresses:
+            run.writer.write("run.json", record | {"trackers": run.metrics.addresses})
+        _record_lost_steps(run)
         yield
 
         if not run.is_finished:  # which is recorded since the model was written
@@ -259,9 +260,9 @@ def _recorded(run: Run) -> Iterator[None]:
         run.metrics.close(exit_code=0, model=model)
 
 
-def _record_loss(run: Run) -> None:
+def _record_lost_steps(run: Run) -> None:
     """Record an event if the run starts again because none of its checkpoints is intact."""
-    damaged = run.resume_point.lost_checkpoints
+    damaged = run.resume_point.damaged_checkpoints
     if damaged:
         last_step = int(re.findall(r"step-(\d+)", damaged[0])[0])
         run.record_event(
@@ -291,9 +292,17 @@ def _failures_recorded(run: Run) -> Iterator[None]:
         raise
 
 
-def _tracked(run: Run) -> TrackedRun:
+def _tracked(run: Run, record: JsonObject) -> TrackedRun:
     """Return what trackers are told about a run, whose ``run.json`` has this start."""
-    history = History.read(run.folder)
+    history = History(
+        folder=run.folder,
+        record=record,
+        status={},
+        entries=[],
+        events=[],
+        samples=[],
+        is_in_progress=True,
+    )
     start = history.starts[-1]
     parameters, trained_parameters = parameter_counts(run.bundle.model)
     facts = {
@@ -313,29 +322,28 @@ def _tracked(run: Run) -> TrackedRun:
     )
 
 
-def _record_addresses(run: Run) -> None:
-    """Record the addresses of the run's pages at its trackers in ``run.json``."""
-    if run.ranks.is_main and run.metrics.addresses:
-        record = read_object(run.folder / "run.json")
-        run.writer.write("run.json", record | {"trackers": run.metrics.addresses})
-
-
 def _record_of(run: Run, settings: dict[str, JsonObject]) -> JsonObject:
     """Return the content of ``run.json``, to which this start is added."""
     ranks = run.ranks
     recomputation = run.bundle.recomputation
+    resume_point = run.resume_point
     start = {
+        "step": resume_point.step,
+        "from": None if resume_point.checkpoint is None else str(resume_point.checkpoint),
+        "lost_checkpoints": resume_point.damaged_checkpoints,
         "processes": ranks.world_size,
         "sharded": ranks.sharding.layout if ranks.is_sharded else None,
         "device": ranks.device.type,
         "mixed_precision": run.accelerator.mixed_precision,
         "recompute_every": None if recomputation is None else recomputation.every,
+        "threads": torch.get_num_threads(),
     }
     return run_record(
-        run.folder,
+        resume_point.earlier_record,
+        run_id=resume_point.run_id,
+        extends=resume_point.extends(),
         fingerprint=run.fingerprint,
         settings=settings,
         details=asdict(run.rows.metadata),
-        resume_point=run.resume_point,
         start=start,
     )

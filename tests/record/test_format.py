@@ -13,8 +13,8 @@ from llmtrain.errors import UserError
 from llmtrain.files import digest
 from llmtrain.json_types import JsonObject
 from llmtrain.record.checkpoint import find_fault, newest_valid, read_state
-from llmtrain.record.format import FORMAT_VERSION
 from llmtrain.record.resume import choose_folder
+from llmtrain.record.run_record import FORMAT_VERSION
 from tests.command_line import run_cli
 from tests.record.checkpoint_files import flip, save_checkpoint
 

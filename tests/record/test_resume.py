@@ -11,8 +11,8 @@ from llmtrain.errors import UserError
 from llmtrain.files import digest, write_json
 from llmtrain.json_types import JsonObject
 from llmtrain.record import resume
-from llmtrain.record.format import with_version
 from llmtrain.record.resume import ResumePoint, choose_folder
+from llmtrain.record.run_record import with_version
 from llmtrain.record.saver import Saver
 from tests.record.checkpoint_files import Files, save_step
 
@@ -54,7 +54,7 @@ def test_the_reason_for_a_new_run_is_a_key_that_differs_and_not_its_form_in_json
 
     assert resume_point.folder == stopped_run.with_name("run-2")
     assert resume_point.reason == (
-        f"new; {stopped_run} is taken by a run with a different seed: 0 there, 1 here"
+        f"new; {stopped_run} is taken by a run that differs in seed: 0 there, 1 here"
     )
 
 
@@ -78,7 +78,7 @@ def test_a_named_checkpoint_with_the_same_fingerprint_is_resumed(
 def test_a_named_checkpoint_with_another_seed_is_refused_for_the_seed(
     stopped_run: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="has a different seed: 0 there, 1 here; resume with the"):
+    with pytest.raises(UserError, match="differs in seed: 0 there, 1 here; resume with the"):
         start(tmp_path / "extended", seed=1, checkpoint=str(stopped_run))
 
 

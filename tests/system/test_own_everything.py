@@ -61,7 +61,7 @@ def test_another_coefficient_of_the_loss_makes_another_run(
     command = [*PYTHON, RECIPE, *flags, "--output_dir", str(killed), "--z_loss", "0.1"]
     ended = run_forked(command).assert_ok()
 
-    reason = "is taken by a run with a different objective: weight 0.001 there, 0.1 here"
+    reason = "is taken by a run that differs in objective: weight 0.001 there, 0.1 here"
     assert f"run       {killed}-2 (new; {killed} {reason})\n" in ended.out
 
 

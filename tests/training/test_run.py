@@ -387,7 +387,7 @@ def test_a_run_that_extends_another_one_and_is_killed_keeps_its_log(
     ("changes", "source", "named"),
     [
         pytest.param({"model": {"width": 5}}, "run", "width 4 there, 5 here", id="other model"),
-        pytest.param({"data": "other"}, "run", "different data", id="other data"),
+        pytest.param({"data": "other"}, "run", "differs in data", id="other data"),
         pytest.param({}, ".", "neither a run folder nor a checkpoint", id="no run"),
     ],
 )

@@ -1,8 +1,6 @@
 """The description of a run covers the code that runs, and differences are told by name."""
 
-import importlib
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +9,14 @@ import pytest
 
 from llmtrain.errors import UserError
 from llmtrain.parallel.ranks import Team
-from llmtrain.record.run_description import check_ranks_agree, named_difference, run_description
-from llmtrain.record.running_code import code_digest, git_commit
-
-ImportHelper = Callable[[str], Path]
+from llmtrain.record import run_record
+from llmtrain.record.run_record import (
+    check_ranks_agree,
+    code_sha256,
+    first_difference,
+    git_commit,
+    run_description,
+)
 
 
 @pytest.fixture
@@ -27,55 +29,30 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.fixture
-def import_helper(script: Path, monkeypatch: pytest.MonkeyPatch) -> ImportHelper:
-    """A function that writes a module below the script's folder, imports it, and returns it."""
-
-    def import_helper(name: str) -> Path:
-        path = script.parent / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("RATE = 1\n")
-        monkeypatch.syspath_prepend(path.parent)
-        # Set first, so that the end of the test removes the imported module.
-        monkeypatch.setitem(sys.modules, path.stem, None)
-        del sys.modules[path.stem]
-        importlib.import_module(path.stem)
-        return path
-
-    return import_helper
+# --- the hash of the code
 
 
-# --- the digest of the code
-
-
-@pytest.mark.parametrize("name", ["train.py", "llmtrain_helper.py", "lib/llmtrain_nested.py"])
-def test_the_digest_covers_the_script_and_modules_next_to_it(
-    name: str, script: Path, import_helper: ImportHelper
-) -> None:
-    script.write_text("import llmtrain_helper\ndef train():\n    from lib import llmtrain_nested\n")
-    nested = script.parent / "lib" / "llmtrain_nested.py"
-    nested.parent.mkdir()
-    nested.write_text("RATE = 1\n")
-    import_helper("llmtrain_helper.py")
-    before = code_digest()
-    import_helper("lib/llmtrain_nested.py")
-    assert code_digest() == before, "importing a module later changes nothing"
-
-    (script.parent / name).write_text("RATE = 2\n")
-
-    assert code_digest() != before
-
-
-def test_the_digest_leaves_out_installed_packages_and_other_scripts(
-    script: Path, import_helper: ImportHelper
-) -> None:
-    installed = import_helper(".venv/lib/site-packages/llmtrain_installed.py")
-    before = code_digest()
-
-    installed.write_text("RATE = 2\n")
+def test_the_hash_of_the_code_covers_the_script_and_no_other(script: Path) -> None:
+    before = code_sha256()
     (script.parent / "other.py").write_text("RATE = 2\n")
+    assert code_sha256() == before
 
-    assert code_digest() == before
+    script.write_text("RATE = 2\n")
+    assert code_sha256() != before
+
+
+def test_the_hash_of_the_code_covers_the_package(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "llmtrain" / "record" / "run_record.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("RATE = 1\n")
+    monkeypatch.setattr(run_record, "__file__", str(module))
+    before = code_sha256()
+
+    (tmp_path / "llmtrain" / "loop.py").write_text("RATE = 2\n")
+
+    assert code_sha256() != before
 
 
 # --- ranks that would train different things
@@ -91,44 +68,35 @@ class TwoRanks(Team):
         return [action(), self.answer]
 
 
-def describe(*, seed: int = 0, dataset: str = "here", data: str = "abc") -> dict[str, Any]:
+def describe(
+    *, seed: int = 0, dataset: str = "here", data: str = "abc"
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the description of a rank, and the details of its data."""
     settings = {
         "seed": {"value": seed, "from": "recipe"},
         "dataset": {"value": dataset, "from": "command line"},
     }
-    return run_description(fingerprint={"data": data}, settings=settings, precision="no")
+    description = run_description(fingerprint={"data": data}, settings=settings, precision="no")
+    return description, {"dataset": f"{data}.txt"}
 
 
-def test_ranks_that_would_train_different_things_stop_with_both_values() -> None:
+def test_ranks_that_would_train_different_things_stop_with_both_values(script: Path) -> None:
+    description, details = describe()
+    script.write_text("RATE = 2\n")
+    other_script, _ = describe()
     others = {
         "flags: seed 1 there, 0 here.": describe(seed=1),
-        "data: xyz there, abc here.": describe(data="xyz"),
-        "versions: ": describe() | {"versions": {}},
+        "data: dataset xyz.txt there, abc.txt here.": describe(data="xyz"),
+        "versions: ": (description | {"versions": {}}, details),
+        "code: llmtrain or the recipe has another content there.": (other_script, details),
     }
     for difference, other in others.items():
         with pytest.raises(UserError, match=f"^rank 1 differs from rank 0 in {difference}"):
-            check_ranks_agree(TwoRanks(other), describe())
-
-
-def test_ranks_with_different_modules_stop_with_the_name_of_the_file(
-    script: Path, import_helper: ImportHelper
-) -> None:
-    script_alone = TwoRanks(describe())
-    helper = import_helper("llmtrain_helper.py")
-    check_ranks_agree(script_alone, describe())
-    script_and_helper = TwoRanks(describe())
-
-    helper.write_text("RATE = 2\n")
-    with pytest.raises(UserError, match=r"rank 1 differs from rank 0 in code: llmtrain_helper\.py"):
-        check_ranks_agree(script_and_helper, describe())
-
-    script.write_text("RATE = 2\n")
-    with pytest.raises(UserError, match="rank 1 differs from rank 0 in code: script"):
-        check_ranks_agree(script_alone, describe())
+            check_ranks_agree(TwoRanks(other), description, details)
 
 
 def test_ranks_may_have_their_data_in_different_places() -> None:
-    check_ranks_agree(TwoRanks(describe(dataset="there")), describe(dataset="here"))
+    check_ranks_agree(TwoRanks(describe(dataset="there")), *describe(dataset="here"))
 
 
 # --- the git commit
@@ -175,7 +143,7 @@ OTHER_MODEL = {"settings": {"model_name_or_path": {"value": "runs/other/model"}}
 @pytest.mark.parametrize(
     ("key", "before", "now", "changes", "message"),
     [
-        pytest.param("data", "0", "1", {"dataset": "b"}, "a.txt there, b here", id="file"),
+        pytest.param("data", "0", "1", {"dataset": "b"}, "dataset a.txt there, b here", id="file"),
         pytest.param("data", "0", "1", {"train_tokens": 90}, "100 there, 90 here", id="size"),
         pytest.param("data", "0", "1", {}, "a.txt has another content", id="content"),
         pytest.param("tokenizer", "0", "1", {"vocabulary": 60}, "257 there, 60", id="tokenizer"),
@@ -184,7 +152,7 @@ OTHER_MODEL = {"settings": {"model_name_or_path": {"value": "runs/other/model"}}
             WEIGHTS,
             OTHER_WEIGHTS | {"lora": {"lora_r": 4}},
             OTHER_MODEL,
-            "runs/base/model there, runs/other/model here, lora None there, {'lora_r': 4} here",
+            "lora None there, {'lora_r': 4} here, weights runs/base/model there, runs/other/model",
             id="model and LoRA",
         ),
         pytest.param(
@@ -195,8 +163,8 @@ OTHER_MODEL = {"settings": {"model_name_or_path": {"value": "runs/other/model"}}
 def test_a_difference_between_hashes_names_files_and_models(
     key: str, before: Any, now: Any, changes: dict[str, Any], message: str
 ) -> None:
-    difference = named_difference(
-        key, before=before, now=now, before_record=RECORD, now_record=RECORD | changes
-    )
+    change = first_difference({key: before}, RECORD, {key: now}, RECORD | changes)
 
-    assert message in difference
+    assert change is not None
+    assert change[0] == key
+    assert message in change[1]
