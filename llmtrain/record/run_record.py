@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from llmtrain.json_types import JsonObject
-    from llmtrain.parallel.team import Team
+    from llmtrain.parallel.ranks import Team
 
 # The version of run.json, state.json and MANIFEST.json. Raise it when a reader must change.
 FORMAT_VERSION = 2

@@ -9,8 +9,6 @@ layouts get the same numbers.
 """
 
 import functools
-import hashlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,17 +23,15 @@ from llmtrain.data.order import Slot
 from llmtrain.data.packing import TokenRows
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
-from llmtrain.files import cache_folder, digest
+from llmtrain.files import cache_folder, digest, read_sealed, write_sealed
 from llmtrain.interfaces.model_bundle import ModelBundle
-from llmtrain.interfaces.objective import Objective
 from llmtrain.interfaces.part import is_own, settings_of
 from llmtrain.parallel.blocks import reshard
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.seeds import RANDOM_VERSION
 
 _ROWS_PER_PASS = 4
-_ROWS_PER_CHUNK = 64  # a chunk is stored and verified as a whole
-_DIGEST_BYTES = hashlib.sha256().digest_size
+_PASSES_PER_FILE = 16  # whose numbers a file of the cache has
 
 
 def with_reference(ranks: Ranks, seed: int, rows: Tokenized, bundle: ModelBundle) -> Tokenized:
@@ -47,9 +43,14 @@ def with_reference(ranks: Ranks, seed: int, rows: Tokenized, bundle: ModelBundle
     Raises:
         UserError: if a log-probability is not finite.
     """
-    if not bundle.objective.reference_size:
+    objective = bundle.objective
+    if not objective.reference_size:
         return rows
 
+    # The fields of the package's own objectives do not change the numbers. Those of a user's may.
+    objective_key: list[Any] = [type(objective).__name__, objective.reference_source]
+    if not is_own(type(objective)):
+        objective_key.append(settings_of(objective))
     # Everything that the numbers depend on.
     key = digest(
         {
@@ -58,7 +59,7 @@ def with_reference(ranks: Ranks, seed: int, rows: Tokenized, bundle: ModelBundle
             "seed": seed,
             "random": RANDOM_VERSION,
             "rows": rows.metadata.data_sha256,
-            "objective": _objective_key(bundle.objective),
+            "objective": objective_key,
             "how": [
                 ranks.accelerator.mixed_precision,
                 ranks.device.type,
@@ -68,48 +69,85 @@ def with_reference(ranks: Ranks, seed: int, rows: Tokenized, bundle: ModelBundle
             ],
         }
     )
-    train = _with_column(ranks, key, "train", rows.train, bundle)
+    folder = cache_folder() / "references" / key
+    train = _with_column(ranks, folder / "train", rows.train, bundle)
     eval_rows = None
     if rows.eval is not None:
-        eval_rows = _with_column(ranks, key, "eval", rows.eval, bundle)
+        eval_rows = _with_column(ranks, folder / "eval", rows.eval, bundle)
     return replace(rows, train=train, eval=eval_rows)
 
 
-def _objective_key(objective: Objective) -> list[Any]:
-    """Return what the numbers of an objective depend on, besides the weights and the rows.
+@torch.no_grad()
+def _with_column(ranks: Ranks, folder: Path, rows: TokenRows, bundle: ModelBundle) -> TokenRows:
+    """Add the column to rows: read from the cache as far as possible, and computed otherwise.
 
-    The fields of the package's own objectives do not change them. Those of a user's may.
+    Each file of the cache has the numbers of some rows, with their digest. A file that is damaged
+    counts as absent.
     """
-    key: list[Any] = [type(objective).__name__, objective.reference_source]
-    if not is_own(type(objective)):
-        key.append(settings_of(objective))
-    return key
-
-
-def _with_column(
-    ranks: Ranks, key: str, name: str, rows: TokenRows, bundle: ModelBundle
-) -> TokenRows:
-    """Add the column to rows: read from the cache as far as possible, and computed otherwise."""
-    size = bundle.objective.reference_size
-    path = cache_folder() / "references" / f"{key}-{name}"
-
-    values, is_damaged = ranks.on_main(lambda: _read(path, len(rows), size))
-    damage = "; damaged entries are computed again" if is_damaged else ""
+    size = _ROWS_PER_PASS * _PASSES_PER_FILE
+    chunks = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+    paths = {chunk: folder / f"{chunk.start}-{chunk.stop}.json" for chunk in chunks}
+    values = ranks.on_main(lambda: {chunk: _read(paths[chunk]) for chunk in chunks})
+    missing = [chunk for chunk in chunks if values[chunk] is None]
+    missing_rows = sum(map(len, missing))
     say(
         "reference",
-        f"log-probabilities under the initial weights, {name}: {len(values):,} rows from the "
-        f"cache, {len(rows) - len(values):,} to compute{damage}",
+        f"log-probabilities under the initial weights, {folder.name}: "
+        f"{len(rows) - missing_rows:,} rows from the cache, {missing_rows:,} to compute",
     )
 
-    for chunk in _compute(ranks, rows, bundle, start=len(values)):
-        if not np.isfinite(chunk).all():
+    model = bundle.model
+    batches = LocalBatches(rows, _ROWS_PER_PASS, prepare=bundle.prepare_batch)
+    was_training = model.training
+    model.eval()
+    show_bar = ranks.is_main and can_show_bars()
+    for chunk in tqdm(missing, desc="reference", leave=False, disable=not show_bar):
+        computed = _compute(ranks, batches, chunk, bundle)
+        if not np.isfinite(computed).all():
             raise UserError(
                 "log-probabilities under the initial weights are not finite, so they cannot serve "
                 "as the reference; check the model, or use another precision."
             )
-        ranks.on_main(functools.partial(_append, path, len(values), chunk))
-        values = np.concatenate([values, chunk])
-    return _append_column(rows, values)
+        values[chunk] = computed
+        ranks.on_main(functools.partial(_write, paths[chunk], computed))
+    reshard(model)
+    model.train(was_training)
+
+    return _append_column(rows, np.concatenate([values[chunk] for chunk in chunks]))
+
+
+def _compute(ranks: Ranks, batches: LocalBatches, chunk: range, bundle: ModelBundle) -> np.ndarray:
+    """Compute the log-probabilities of some rows; all ranks call this.
+
+    Consecutive passes belong to consecutive ranks. All ranks make the same number of passes,
+    because they communicate in each.
+
+    Returns:
+        float32 [rows, ``reference_size``].
+    """
+    gathered: list[torch.Tensor] = []
+    for first_row in range(chunk.start, chunk.stop, _ROWS_PER_PASS * ranks.world_size):
+        own_row = first_row + ranks.rank * _ROWS_PER_PASS
+        slots = [
+            Slot(row, row if row < chunk.stop else None)  # the rest of the last pass is padding
+            for row in range(own_row, own_row + _ROWS_PER_PASS)
+        ]
+        (batch,) = batches.__getitems__(slots).to(ranks.device).batches
+        with ranks.accelerator.autocast():
+            values = bundle.model(**batch, compute=bundle.objective.reference)
+        gathered.append(ranks.gather_rows(values.float()))
+    return torch.cat(gathered)[: len(chunk)].cpu().numpy()
+
+
+def _read(path: Path) -> np.ndarray | None:
+    """Return the stored log-probabilities of a file; ``None`` if it is absent or damaged."""
+    values = read_sealed(path).get("values")
+    return None if values is None else np.array(values, np.float32)
+
+
+def _write(path: Path, values: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_sealed(path, {"values": values.tolist()})
 
 
 def _append_column(rows: TokenRows, values: np.ndarray) -> TokenRows:
@@ -124,120 +162,3 @@ def _append_column(rows: TokenRows, values: np.ndarray) -> TokenRows:
     ]
     column = pyarrow.chunked_array(parts, column_type)
     return TokenRows(rows.data.append_column("reference", column))
-
-
-@torch.no_grad()
-def _compute(
-    ranks: Ranks, rows: TokenRows, bundle: ModelBundle, start: int
-) -> Iterator[np.ndarray]:
-    """Yield the log-probabilities of one chunk of rows after another; all ranks call this.
-
-    Args:
-        ranks: the ranks of the run.
-        rows: all rows.
-        bundle: the model and its objective.
-        start: the first row to compute.
-
-    Yields:
-        float32 [rows of the chunk, ``reference_size``].
-    """
-    model = bundle.model
-    batches = LocalBatches(rows, _ROWS_PER_PASS, prepare=bundle.prepare_batch)
-
-    shares = ranks.world_size
-    passes = -(-_ROWS_PER_CHUNK // _ROWS_PER_PASS)
-    # All ranks make the same number of passes, because they communicate in each.
-    passes_of_rank = -(-passes // shares)
-
-    was_training = model.training
-    model.eval()
-    first_rows = tqdm(
-        range(start, len(rows), _ROWS_PER_CHUNK),
-        desc="reference",
-        leave=False,
-        disable=not ranks.is_main or not can_show_bars(),
-    )
-    for first_row in first_rows:
-        # Consecutive passes belong to consecutive ranks.
-        own_values = []
-        for i in range(passes_of_rank):
-            pass_index = ranks.rank + i * shares
-            slots = _slots_of_pass(first_row, pass_index, len(rows))
-            (batch,) = batches.__getitems__(slots).to(ranks.device).batches
-            with ranks.accelerator.autocast():
-                values = model(**batch, compute=bundle.objective.reference)
-                own_values.append(values.float())
-
-        # [shares * passes_of_rank, rows of a pass, reference_size] -> [rows, reference_size]
-        gathered = ranks.gather_rows(torch.stack(own_values))
-        by_rank = gathered.view(shares, passes_of_rank, _ROWS_PER_PASS, -1)
-        in_order = by_rank.transpose(0, 1).reshape(-1, by_rank.shape[-1])
-        yield in_order[: min(_ROWS_PER_CHUNK, len(rows) - first_row)].cpu().numpy()
-    reshard(model)
-    model.train(was_training)
-
-
-def _slots_of_pass(first_row: int, pass_index: int, rows: int) -> list[Slot]:
-    """Return the rows of a forward pass. Past the end of the chunk or of all rows, slots are empty.
-
-    Args:
-        first_row: the first row of the chunk.
-        pass_index: the number of the pass in the chunk.
-        rows: the number of all rows.
-    """
-    is_inside = pass_index * _ROWS_PER_PASS < _ROWS_PER_CHUNK
-    start = first_row + pass_index * _ROWS_PER_PASS
-    return [
-        Slot(row, row if is_inside and row < rows else None)
-        for row in range(start, start + _ROWS_PER_PASS)
-    ]
-
-
-def _read(path: Path, rows: int, size: int) -> tuple[np.ndarray, bool]:
-    """Read stored numbers up to the first damage.
-
-    A damaged file is replaced by one with the undamaged chunks.
-
-    Args:
-        path: the file, which may not exist.
-        rows: the number of all rows.
-        size: numbers of each row.
-
-    Returns:
-        The numbers [rows read, size], and whether there is damage.
-    """
-    chunks = [np.zeros((0, size), np.float32)]
-    rows_read = 0
-    is_damaged = False
-    stored = path.read_bytes() if path.exists() else b""
-    position = 0
-    while position < len(stored):
-        length = 4 * size * min(_ROWS_PER_CHUNK, rows - rows_read)
-        expected = stored[position : position + _DIGEST_BYTES]
-        position += _DIGEST_BYTES
-        data = stored[position : position + length]
-        position += length
-        if not length or len(data) < length or expected != _digest(path.name, rows_read, data):
-            is_damaged = True
-            break
-        chunks.append(np.frombuffer(data, np.float32).reshape(-1, size))
-        rows_read += len(chunks[-1])
-
-    values = np.concatenate(chunks)
-    if is_damaged:
-        path.unlink()
-        for first_row in range(0, len(values), _ROWS_PER_CHUNK):
-            _append(path, first_row, values[first_row : first_row + _ROWS_PER_CHUNK])
-    return values, is_damaged
-
-
-def _append(path: Path, first_row: int, chunk: np.ndarray) -> None:
-    """Append a chunk and its digest, which reveals torn writes and writes of two runs at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = chunk.astype(np.float32).tobytes()
-    with path.open("ab") as file:
-        file.write(_digest(path.name, first_row, data) + data)
-
-
-def _digest(key: str, first_row: int, data: bytes) -> bytes:
-    return hashlib.sha256(f"{key} {first_row} ".encode() + data).digest()
