@@ -176,6 +176,22 @@ def require_at_least(config: Config, minimum: float, *names: str) -> None:
         raise UserError(f"--{name} {value} is out of range: it must be at least {minimum}.")
 
 
+def require_above(config: Config, minimum: float, *names: str) -> None:
+    """Raise :class:`UserError` unless every named flag is above ``minimum``."""
+    for name in names:
+        value = getattr(config, name)
+        if not value > minimum:  # also true for NaN
+            raise UserError(f"--{name} {value} is out of range: it must be above {minimum}.")
+
+
+def require_share(config: Config, *names: str) -> None:
+    """Raise :class:`UserError` unless every named flag is at least 0 and below 1."""
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < 1:  # also true for NaN
+            raise UserError(f"--{name} {value} is out of range: it must be at least 0 and below 1.")
+
+
 def require_at_most(config: Config, maximum: float, name: str) -> None:
     """Raise :class:`UserError` unless the named flag is at most ``maximum``."""
     value = getattr(config, name)

@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmtrain.config.flags import Config, flag, flags_of, require_at_least, require_at_most
+from llmtrain.config.flags import (
+    Config,
+    flag,
+    flags_of,
+    require_at_least,
+    require_at_most,
+    require_share,
+)
 from llmtrain.data.formats import ConversationFormat, parse_columns
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
@@ -133,11 +140,7 @@ class DataConfig(BatchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.eval_fraction < 1:
-            raise UserError(
-                f"--eval_fraction {self.eval_fraction} is out of range: it must be at least 0 and "
-                "below 1."
-            )
+        require_share(self, "eval_fraction")
         if self.max_train_samples is not None:
             require_at_least(self, 1, "max_train_samples")
         for name in flags_of(self):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from llmtrain.config.flags import Config, flag, require_at_least, require_at_most
+from llmtrain.config.flags import Config, flag, require_at_least, require_at_most, require_share
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.files import local_path
@@ -81,10 +81,7 @@ class GPTConfig(Config):
         require_at_most(self, MAX_LAYERS, "n_layer")
         require_at_most(self, _MAX_WIDTH, "n_embd")
         require_at_most(self, _MAX_ROW_LENGTH, "block_size")
-        if not 0 <= self.dropout < 1:
-            raise UserError(
-                f"--dropout {self.dropout} is out of range: it must be at least 0 and below 1."
-            )
+        require_share(self, "dropout")
         if self.n_embd % self.n_head:
             next_multiple = -(-self.n_embd // self.n_head) * self.n_head
             raise UserError(

@@ -104,8 +104,8 @@ def open_run(
     layout = Layout.of(settings.data, ranks.world_size, bitwise=settings.parallel.bitwise)
     if settings.eval.keeps_best and rows.eval is None:
         raise UserError(
-            f"{settings.eval.best_flag} needs eval rows, and there are none; raise "
-            "--eval_fraction, or name eval data with --eval_dataset."
+            "the best model (--load_best_model_at_end, --early_stopping_patience) needs eval rows, "
+            "and there are none; raise --eval_fraction, or name eval data with --eval_dataset."
         )
     parts = Parts.of(
         bundle.model,

@@ -6,7 +6,14 @@ from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
 from llmtrain.config.command_line import COMMAND_LINE
-from llmtrain.config.flags import Config, flag, require_at_least, require_at_most
+from llmtrain.config.flags import (
+    Config,
+    flag,
+    require_above,
+    require_at_least,
+    require_at_most,
+    require_share,
+)
 from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
@@ -15,41 +22,24 @@ from llmtrain.json_types import JsonObject
 from llmtrain.parallel.config import ParallelConfig
 
 
-def steps_or_fraction(text: str) -> float:
-    """Parse a number of steps, or a number below 1, which is a fraction of the run.
+def _require_steps(config: Config, minimum: int, name: str) -> None:
+    """Raise :class:`UserError` unless a flag is a number of steps, or a fraction of the run.
 
-    :func:`llmtrain.training.steps.settle` turns fractions into steps.
-    """
-    try:
-        number = float(text)
-    except ValueError:
-        raise UserError(
-            f"{text} is neither a number of steps nor a fraction of the run, such as 0.1"
-        ) from None
-    return int(number) if number.is_integer() else number
-
-
-def _require_steps(config: Config, minimum: int, *names: str) -> None:
-    """Raise :class:`UserError` unless every named flag is a number of steps, or a fraction.
+    :func:`llmtrain.training.layout.fit_to_rows` turns fractions into steps.
 
     Args:
         config: the flags.
         minimum: the smallest number of steps, 0 or 1. A fraction is always above 0.
-        names: the names of the flags.
+        name: the name of the flag.
     """
-    for name in names:
-        value = getattr(config, name)
-        if 0 < value < 1:
-            continue
-        if not minimum <= value < math.inf:  # also true for NaN
-            raise UserError(
-                f"--{name} {value} is out of range: it must be at least {minimum}, or a fraction "
-                "of the run, such as 0.1."
-            )
-        if value != int(value):
-            raise UserError(
-                f"--{name} {value} is neither a whole number of steps nor a fraction below 1."
-            )
+    value = getattr(config, name)
+    is_fraction = 0 < value < 1
+    is_whole = minimum <= value < math.inf and value == int(value)  # False for NaN
+    if not is_fraction and not is_whole:
+        raise UserError(
+            f"--{name} {value:g} is neither a whole number of steps, at least {minimum}, nor a "
+            "fraction of the run, such as 0.1."
+        )
 
 
 @dataclass
@@ -104,7 +94,7 @@ class OptimConfig(Config):
         0.1,
         "steps over which the learning rate rises from 0 to its peak; below 1: a fraction of the "
         "run",
-        parse=steps_or_fraction,
+        metavar="STEPS",
     )
     weight_decay: float = flag(
         0.1,
@@ -146,27 +136,18 @@ class OptimConfig(Config):
                 "use --num_train_epochs and leave --max_steps out."
             )
         require_at_least(self, 1, "max_steps")
-        require_at_least(
-            self, 0, "learning_rate", "min_lr", "weight_decay", "adam_epsilon", "skip_nonfinite"
-        )
+        require_at_least(self, 0, "learning_rate", "min_lr", "weight_decay", "adam_epsilon")
+        require_at_least(self, 0, "skip_nonfinite", "seed")
         require_at_most(self, 1_000_000, "learning_rate")  # a float32 overflows far above it
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"--seed {self.seed} is out of range: it must be from 0 to 2**63 - 1.")
+        require_at_most(self, 2**63 - 1, "seed")
+        require_above(self, 0, "max_grad_norm", "decay_share")
+        require_at_most(self, 1, "decay_share")
+        require_share(self, "adam_beta1", "adam_beta2")
+        if self.num_train_epochs is not None:
+            require_above(self, 0, "num_train_epochs")
+            require_at_most(self, 1_000_000, "num_train_epochs")
         _require_steps(self, 0, "warmup_steps")
         self._check_schedule()
-        epochs = self.num_train_epochs
-        if epochs is not None and not 0 < epochs < math.inf:  # also true for NaN
-            raise UserError(f"--num_train_epochs {epochs} is out of range: it must be above 0.")
-        for name in ("adam_beta1", "adam_beta2"):
-            beta = getattr(self, name)
-            if not 0 <= beta < 1:
-                raise UserError(
-                    f"--{name} {beta} is out of range: it must be at least 0 and below 1."
-                )
-        if not self.max_grad_norm > 0:  # also true for NaN
-            raise UserError(
-                f"--max_grad_norm {self.max_grad_norm} is out of range: it must be above 0."
-            )
 
     def _check_schedule(self) -> None:
         """Raise :class:`UserError` if the flags of the schedule contradict each other."""
@@ -180,11 +161,6 @@ class OptimConfig(Config):
             raise UserError(
                 "--lr_scheduler_type cosine_with_min_lr needs --min_lr, the learning rate at which "
                 "it ends; set it, or use cosine, which ends at 0."
-            )
-        if not 0 < self.decay_share <= 1:  # also true for NaN
-            raise UserError(
-                f"--decay_share {self.decay_share} is out of range: it must be above 0 and at most "
-                "1."
             )
 
     def check_given(self) -> None:
@@ -251,7 +227,7 @@ class EvalConfig(Config):
         100,
         "steps between two evaluations, in addition to one before the first step and one after the "
         "last; below 1: a fraction of the run; 0: no evaluations",
-        parse=steps_or_fraction,
+        metavar="STEPS",
     )
     load_best_model_at_end: bool = flag(
         False,
@@ -284,8 +260,10 @@ class EvalConfig(Config):
         if self.metric_for_best_model.startswith("eval_"):  # as in transformers
             self.metric_for_best_model = "eval/" + self.metric_for_best_model.removeprefix("eval_")
         if (self.keeps_best or self.sample_prompts) and not self.eval_steps:
-            needing_flag = self.best_flag if self.keeps_best else "--sample_prompts"
-            raise UserError(f"{needing_flag} needs evaluations; set --eval_steps above 0.")
+            raise UserError(
+                "the best model (--load_best_model_at_end, --early_stopping_patience) and samples "
+                "(--sample_prompts) need evaluations; set --eval_steps above 0."
+            )
         if self.metric_for_best_model != "eval/loss" and not self.keeps_best:
             raise UserError(
                 "--metric_for_best_model has no effect without --early_stopping_patience or "
@@ -296,13 +274,6 @@ class EvalConfig(Config):
     def keeps_best(self) -> bool:
         """Whether the finished model gets the weights of the best evaluation."""
         return self.load_best_model_at_end or self.early_stopping_patience > 0
-
-    @property
-    def best_flag(self) -> str:
-        """The flag that asks for the best weights, for error messages."""
-        if self.early_stopping_patience > 0:
-            return "--early_stopping_patience"
-        return "--load_best_model_at_end"
 
 
 @dataclass
@@ -317,7 +288,7 @@ class LogConfig(Config):
         "steps between two log entries of the train loss; below 1: a fraction of the run; if "
         "stderr is no terminal, the default prints a line every ten seconds at most, and a value "
         "that you set prints every entry",
-        parse=steps_or_fraction,
+        metavar="STEPS",
     )
     xray_steps: str | None = flag(
         None,
@@ -333,25 +304,19 @@ class LogConfig(Config):
 
     def __post_init__(self) -> None:
         _require_steps(self, 1, "logging_steps")
-        _parse_xray_steps(self.xray_steps)
+        if self.xray_range == range(0):
+            raise UserError(
+                f"--xray_steps {self.xray_steps} is not a range of steps; write two numbers such "
+                "as 6:8, counted from 1."
+            )
 
     @property
     def xray_range(self) -> range | None:
-        """The steps to record, counted from 1."""
-        return _parse_xray_steps(self.xray_steps)
-
-
-def _parse_xray_steps(text: str | None) -> range | None:
-    """Return the steps A to B, both included, from the text ``A:B``."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"([1-9]\d*):(\d+)", text)
-    if match is None or int(match[1]) > int(match[2]):
-        raise UserError(
-            f"--xray_steps {text} is not a range of steps; write two numbers such as 6:8, counted "
-            "from 1."
-        )
-    return range(int(match[1]), int(match[2]) + 1)
+        """The steps to record, counted from 1; empty if ``--xray_steps`` is no range of steps."""
+        if self.xray_steps is None:
+            return None
+        match = re.fullmatch(r"([1-9]\d*):(\d+)", self.xray_steps)
+        return range(int(match[1]), int(match[2]) + 1) if match else range(0)
 
 
 @dataclass
@@ -376,7 +341,7 @@ class RunConfig(Config):
         100,
         "steps between two checkpoints, in addition to one after the last step; below 1: a "
         "fraction of the run",
-        parse=steps_or_fraction,
+        metavar="STEPS",
     )
     save_total_limit: int = flag(
         2,
@@ -428,17 +393,14 @@ class RunConfig(Config):
 
     def __post_init__(self) -> None:
         _require_steps(self, 1, "save_steps")
-        if self.save_total_limit < 2:
-            raise UserError(
-                f"--save_total_limit {self.save_total_limit} is out of range: use 2 or more, so "
-                "that a resume finds an intact checkpoint if the newest one is damaged."
-            )
+        # A resume finds an intact checkpoint if the newest one is damaged.
+        require_at_least(self, 2, "save_total_limit")
+        if self.max_hours is not None:
+            require_above(self, 0, "max_hours")
         if not self.output_dir.strip():
             raise UserError("--output_dir is empty; name a folder for the run.")
         local_path(self.output_dir, "--output_dir ")
         local_path(self.resume_from_checkpoint, "--resume_from_checkpoint ")
-        if self.max_hours is not None and not self.max_hours > 0:  # also true for NaN
-            raise UserError(f"--max_hours {self.max_hours} is out of range: it must be above 0.")
         if (self.push_to_hub or "").lower() in ("true", "false"):  # a switch in transformers
             raise UserError(
                 f"--push_to_hub {self.push_to_hub}: name the repository, such as NAME/MODEL, or "
