@@ -1,14 +1,25 @@
-"""How a global batch is computed: processes x micro-batches x rows of a micro-batch."""
+"""How a global batch is divided among processes, and how many steps a run has."""
 
+import math
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
 
+from llmtrain.config.flags import configs_of
 from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
+from llmtrain.training.settings import OptimConfig, Settings
+
+# The share of a run that its warmup takes if the recipe's own warmup is too long for it.
+_WARMUP_SHARE = 0.1
+
+
+# --- the global batch
 
 
 class Layout(NamedTuple):
@@ -60,32 +71,31 @@ class Layout(NamedTuple):
         if rows % processes:
             raise UserError(
                 f"--global_batch_size {rows} cannot be divided among {processes} processes; "
-                f"use {_nearest_multiples(rows, processes)}, or "
+                f"use {-(-rows // processes) * processes}, or "
                 f"--num_processes {_largest_divisor(rows, processes)}."
             )
 
         share = rows // processes
         micro_batch = min(data.per_device_train_batch_size, share)
+        divisor = _largest_divisor(share, micro_batch)
         if not bitwise and not data.is_set("per_device_train_batch_size"):
-            micro_batch = _largest_divisor(share, micro_batch)
-        if share % micro_batch:
+            micro_batch = divisor
+        if micro_batch != divisor:
             raise UserError(
                 f"--per_device_train_batch_size {micro_batch} does not divide the {share} rows of "
-                f"each process ({rows} rows on {pluralize(processes, 'process')}); "
-                f"use {_nearest_divisors(share, micro_batch)}."
+                f"each process ({rows} rows on {pluralize(processes, 'process')}); use {divisor}."
             )
-
+        if bitwise and micro_batch != data.per_device_train_batch_size:
+            raise UserError(
+                "--bitwise needs micro-batches of --per_device_train_batch_size "
+                f"{data.per_device_train_batch_size} rows, but each process has only "
+                f"{pluralize(micro_batch, 'row')}; set it to {micro_batch} or less."
+            )
         if bitwise:
             # Gradients are added in a binary tree of processes and micro-batches.
             _check_power_of_two(processes, "processes")
-            micro_batches = rows // micro_batch
-            _check_power_of_two(micro_batches, f"micro-batches of {pluralize(micro_batch, 'row')}")
-            if micro_batch != data.per_device_train_batch_size:
-                raise UserError(
-                    "--bitwise needs micro-batches of --per_device_train_batch_size "
-                    f"{data.per_device_train_batch_size} rows, but each process has only "
-                    f"{pluralize(micro_batch, 'row')}; set it to {micro_batch} or less."
-                )
+            noun = f"micro-batches of {pluralize(micro_batch, 'row')}"
+            _check_power_of_two(rows // micro_batch, noun)
         return cls(processes, share // micro_batch, micro_batch)
 
     def __str__(self) -> str:
@@ -96,29 +106,9 @@ class Layout(NamedTuple):
         return f"{total} per step = {processes} x {micro_batches} x {rows}"
 
 
-def _nearest_multiples(rows: int, processes: int) -> str:
-    """Return the positive multiples of ``processes`` next to ``rows``, such as ``63 or 66``."""
-    lower = rows // processes * processes
-    multiples = [multiple for multiple in (lower, lower + processes) if multiple > 0]
-    return _alternatives(multiples)
-
-
 def _largest_divisor(number: int, limit: int) -> int:
     """Return the largest divisor of a number that is not above ``limit``."""
     return max(divisor for divisor in range(1, limit + 1) if number % divisor == 0)
-
-
-def _nearest_divisors(number: int, target: int) -> str:
-    """Return the three divisors of a number nearest to ``target``, such as ``4, 8 or 16``."""
-    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-    nearest = sorted(divisors, key=lambda divisor: abs(divisor - target))[:3]
-    return _alternatives(sorted(nearest))
-
-
-def _alternatives(numbers: list[int]) -> str:
-    """Return numbers in words, such as ``1, 2 or 4``."""
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _check_power_of_two(count: int, noun: str) -> None:
@@ -129,3 +119,102 @@ def _check_power_of_two(count: int, noun: str) -> None:
             f"--bitwise works with {lower} or {2 * lower} {noun}, not {count}: their number must "
             "be a power of two."
         )
+
+
+# --- the number of steps
+
+
+def fit_to_rows(settings: Settings, rows: Tokenized) -> None:
+    """Turn epochs and fractions of the run into steps, and choose the default micro-batch.
+
+    The settings get the values that :func:`llmtrain.tokenize` has chosen for the rows.
+    After this, ``max_steps``, ``warmup_steps``, ``logging_steps``, ``eval_steps`` and
+    ``save_steps`` are integers. Calling it again changes nothing.
+
+    Args:
+        settings: the settings of the recipe. They get new configs, because the defaults of a recipe
+            may be shared by several runs.
+        rows: the rows to train on.
+
+    Raises:
+        UserError: if the user asked for a warmup that is as long as the run, or if the rows are to
+            be drawn both from a mixture and in their stored order.
+    """
+    if rows.mixture is not None and rows.in_order:
+        raise UserError(
+            "--mixture draws rows of its data sets at random, but the recipe keeps the stored "
+            "order of the rows (in_order); leave one of them out."
+        )
+
+    for name, config in configs_of(settings).items():
+        setattr(settings, name, config.with_values(rows.decided))
+    optim = settings.optim
+
+    settings.data.fit_micro_batch(rows.positions)
+    if optim.num_train_epochs is not None and not optim.max_steps_decides:
+        optim.max_steps = _whole(optim.num_train_epochs, steps_per_epoch(settings, rows))
+    _fit_warmup(optim)
+    settings.log.logging_steps = _steps_of(settings.log.logging_steps, optim.max_steps)
+    settings.eval.eval_steps = _steps_of(settings.eval.eval_steps, optim.max_steps)
+    settings.run.save_steps = _steps_of(settings.run.save_steps, optim.max_steps)
+
+
+def steps_per_epoch(settings: Settings, rows: Tokenized) -> Fraction:
+    """Return how many steps an epoch has.
+
+    Usually every row is drawn once per epoch, and the last batch is filled up with empty slots, so
+    the number is whole. With a mixture, each data set has epochs of its own. An epoch of the run is
+    then as many rows as all data sets hold together, and may end inside a step.
+    """
+    steps = Fraction(len(rows.train), settings.data.global_batch_size)
+    return steps if rows.mixture is not None else Fraction(math.ceil(steps))
+
+
+def describe_steps(settings: Settings, rows: Tokenized) -> str:
+    """Return the line of the start-up log about the length of the run."""
+    optim = settings.optim
+    epochs = float(optim.max_steps / steps_per_epoch(settings, rows))
+    number = f"{epochs:.2g}" if epochs < 1 else f"{epochs:,.2f}".rstrip("0").rstrip(".")
+    noun = "epoch" if number == "1" else "epochs"
+    line = (
+        f"{pluralize(optim.max_steps, 'step')} = {number} {noun} of "
+        f"{pluralize(len(rows.train), 'row')}, "
+        f"{pluralize(settings.data.global_batch_size, 'row')} per step"
+    )
+    if optim.num_train_epochs is not None and optim.max_steps_decides:
+        line += f"; --max_steps overrides --num_train_epochs {optim.num_train_epochs:g}"
+    return line
+
+
+def _fit_warmup(optim: OptimConfig) -> None:
+    """Replace a fraction by steps, and check that the warmup is shorter than the run.
+
+    Raises:
+        UserError: if the user asked for a longer warmup.
+    """
+    optim.check_warmup()
+    is_fraction = optim.warmup_steps < 1
+    share = optim.warmup_steps if is_fraction else _WARMUP_SHARE
+    most = optim.max_steps - 1
+    steps = min(_steps_of(share, optim.max_steps), most)
+    if is_fraction:
+        optim.warmup_steps = steps
+    elif optim.warmup_steps <= most:
+        optim.warmup_steps = int(optim.warmup_steps)
+    else:
+        length = pluralize(optim.max_steps, "step")
+        optim.set_default("warmup_steps", steps, f"the run has only {length}")
+
+
+def _steps_of(value: float, max_steps: int) -> int:
+    """Return a number of steps, given that number or a fraction of the run."""
+    return _whole(value, max_steps) if 0 < value < 1 else int(value)
+
+
+def _whole(share: float, steps: Fraction | int) -> int:
+    """Return a share of some steps, rounded up.
+
+    The share counts as the decimal number that the user wrote: the float 0.07 is a little larger,
+    and 7 % of 100 steps would become 8.
+    """
+    return math.ceil(Fraction(str(share)) * steps)

@@ -38,13 +38,12 @@ from llmtrain.redaction import redacted
 from llmtrain.training.auto_recomputation import keep_recomputation
 from llmtrain.training.checks import check_optimizer_flags
 from llmtrain.training.fingerprint import run_fingerprint
-from llmtrain.training.layout import Layout
+from llmtrain.training.layout import Layout, fit_to_rows
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.parts import Parts
 from llmtrain.training.reference import with_reference
 from llmtrain.training.run import Run, RunStatus
 from llmtrain.training.settings import Settings
-from llmtrain.training.steps import settle
 
 # Entries of a start in run.json that trackers get along with the settings.
 _TRACKED_KEYS = (
@@ -100,7 +99,7 @@ def open_run(
         )
     check_first_run()
     ranks = ranks_of(accelerator)
-    settle(settings, rows)  # for a recipe that does not call `place`
+    fit_to_rows(settings, rows)  # for a recipe that does not call `place`
     layout = Layout.of(settings.data, ranks.world_size, bitwise=settings.parallel.bitwise)
     if settings.eval.keeps_best and rows.eval is None:
         raise UserError(

@@ -24,11 +24,10 @@ from llmtrain.record.resume import ResumePoint
 from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience
 from llmtrain.record.tracking import Metrics
-from llmtrain.training.layout import Layout
+from llmtrain.training.layout import Layout, steps_per_epoch
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.parts import Parts
 from llmtrain.training.settings import Settings
-from llmtrain.training.steps import steps_per_epoch
 from llmtrain.training.summary import show_result
 
 if TYPE_CHECKING:

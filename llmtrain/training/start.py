@@ -25,10 +25,9 @@ from llmtrain.parallel.sharding import ranks_of
 from llmtrain.planning import current_plan
 from llmtrain.seeds import seed_of
 from llmtrain.training.auto_recomputation import choose_recomputation
-from llmtrain.training.layout import Layout
+from llmtrain.training.layout import Layout, describe_steps, fit_to_rows
 from llmtrain.training.run import Run
 from llmtrain.training.settings import OptimConfig, Settings
-from llmtrain.training.steps import describe_steps, settle
 
 S = TypeVar("S", bound=Settings)
 # Builds a model, given the settings, the rows and the mixed precision.
@@ -93,7 +92,7 @@ def place(
             "llmtrain.tokenize or llmtrain.Tokenized.of."
         )
     check_interrupt()
-    settle(settings, rows)
+    fit_to_rows(settings, rows)
     if current_plan() is not None:
         with _meta_device():
             bundle = _build_bundle(build, settings, rows, accelerator.mixed_precision, objective)

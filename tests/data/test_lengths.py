@@ -9,8 +9,8 @@ import llmtrain as lt
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
+from llmtrain.training.layout import fit_to_rows
 from llmtrain.training.rows import tokenize
-from llmtrain.training.steps import settle
 from recipes import finetune, gpt
 from tests.data.chat_records import chat_record, size_of
 from tests.data.preparation import complaint, data_config, left_behind, write_records
@@ -83,7 +83,7 @@ def test_the_settings_of_a_run_have_the_length_that_auto_has_chosen(tmp_path):
     rows = finetune.tokenized(settings)
     assert rows.metadata.block_size == 192
     assert settings.model.max_length == "auto"
-    settle(settings, rows)
+    fit_to_rows(settings, rows)
     assert settings.model.row_length == 192
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.cli import main
 from llmtrain.errors import UserError
-from llmtrain.training.steps import settle
+from llmtrain.training.layout import fit_to_rows
 from recipes import finetune
 from tests.command_line import run_cli
 from tests.families import FAMILIES
@@ -310,5 +310,5 @@ def test_settings_of_a_program_have_the_model_and_the_learning_rate_of_a_run(
     assert settings.optim.learning_rate == expected
 
     finetune.build(settings, rows, "no")
-    settle(settings, rows)
+    fit_to_rows(settings, rows)
     assert settings.model.model_name_or_path == str(base / "model")

@@ -14,9 +14,8 @@ from llmtrain.config.command_line import parse
 from llmtrain.data.config import DataConfig
 from llmtrain.data.order import Mixture
 from llmtrain.errors import UserError
-from llmtrain.training.layout import Layout
+from llmtrain.training.layout import Layout, describe_steps, fit_to_rows
 from llmtrain.training.settings import OptimConfig, Settings
-from llmtrain.training.steps import describe_steps, settle
 from recipes import finetune
 from tests.launching import BYTE_DATA, SMALL_SIZE, metrics, read_json, write_chats
 
@@ -27,13 +26,11 @@ DEFAULTS = Settings(
 
 
 def rows_of(count: int, **attributes: Any) -> Any:
-    """Rows without content, each with 10 target tokens."""
-    metadata = SimpleNamespace(train_tokens=10 * count)
+    """Rows without content."""
     rows = {
         "train": range(count),
         "mixture": None,
         "in_order": False,
-        "metadata": metadata,
         "positions": 16,
         "decided": {},
     }
@@ -42,7 +39,7 @@ def rows_of(count: int, **attributes: Any) -> Any:
 
 def settled(*argv: str, rows: Any = None, defaults: Settings = DEFAULTS) -> Settings:
     settings = parse(defaults, list(argv))
-    settle(settings, rows or rows_of(98))
+    fit_to_rows(settings, rows or rows_of(98))
     return settings
 
 
@@ -80,20 +77,13 @@ def test_steps_and_the_command_line_override_epochs_and_a_file(tmp_path: Path) -
     assert settled(*config).optim.max_steps == 39
 
 
-def test_the_log_says_steps_epochs_rows_and_target_tokens() -> None:
+def test_the_log_says_steps_epochs_and_rows() -> None:
     rows = rows_of(3040)
     both = settled("--num_train_epochs", "3", "--max_steps", "1", rows=rows)
     assert describe_steps(both, rows) == (
-        "1 step = 0.0026 epochs of 3,040 rows, 8 rows per step; 30,400 target tokens per epoch; "
+        "1 step = 0.0026 epochs of 3,040 rows, 8 rows per step; "
         "--max_steps overrides --num_train_epochs 3"
     )
-
-
-def test_target_tokens_of_a_mixture_follow_its_weights() -> None:
-    metadata = SimpleNamespace(source_rows=[60, 40], source_targets=[600, 4000])
-    rows = rows_of(100, mixture=Mixture([60, 40], [3, 1]), metadata=metadata)
-    # 100 rows, of which 75 have 10 tokens each and 25 have 100.
-    assert "; 3,250 target tokens per epoch" in describe_steps(settled(rows=rows), rows)
 
 
 def test_a_data_set_that_the_user_names_is_trained_on_for_the_default_epochs() -> None:
@@ -126,13 +116,13 @@ def test_numbers_below_1_are_fractions_of_the_run_rounded_up_as_they_are_written
     assert isinstance(settings.optim.warmup_steps, int)
 
 
-def test_fractions_follow_the_epochs_and_settling_again_changes_nothing() -> None:
+def test_fractions_follow_the_epochs_and_a_second_call_changes_nothing() -> None:
     settings = settled("--num_train_epochs", "3", "--eval_steps", "0.5", "--save_steps", "1")
     for _ in range(2):
         assert settings.optim.max_steps == 39
         assert settings.eval.eval_steps == 20
         assert settings.run.save_steps == 1
-        settle(settings, rows_of(98))
+        fit_to_rows(settings, rows_of(98))
     assert settled("--eval_steps", "0").eval.eval_steps == 0
 
 
@@ -169,7 +159,7 @@ def test_the_defaults_of_a_recipe_stay_as_they_are() -> None:
     defaults = Settings(data=DataConfig(), optim=OptimConfig(num_train_epochs=1.0))
     for count, steps in ((32, 1), (3200, 100)):
         settings = Settings(data=DataConfig(), optim=defaults.optim)
-        settle(settings, rows_of(count))
+        fit_to_rows(settings, rows_of(count))
         assert settings.optim.max_steps == steps
     assert defaults.optim == OptimConfig(num_train_epochs=1.0)
 
