@@ -83,31 +83,31 @@ class LearningRates:
         self._optimizer = optimizer
         self._config = config
 
-        peaks = [_rate_of(group, index) for index, group in enumerate(optimizer.param_groups)]
-        largest = max(peaks)
+        self.names: list[str] = []
+        self.peaks: list[float] = []
+        for index, group in enumerate(optimizer.param_groups):
+            name = str(group.get("name", index))
+            self.names.append(str(index) if name in self.names else name)
+            self.peaks.append(_rate_of(group, name))
         if config.is_set("learning_rate"):
-            shares = [peak / largest if largest > 0 else 1.0 for peak in peaks]
-            peaks = [config.learning_rate * share for share in shares]
-            largest = config.learning_rate
-        self.peaks = peaks
-        self.names = [str(group.get("name", i)) for i, group in enumerate(optimizer.param_groups)]
-        self._logged_groups = _logged_groups(self.names, peaks)
+            largest = max(self.peaks)
+            shares = [peak / largest if largest > 0 else 1.0 for peak in self.peaks]
+            self.peaks = [config.learning_rate * share for share in shares]
 
         self._schedule = schedule
-        self._shares: list[float] = []
-        if schedule is not None:
-            self._shares = _shares(schedule, config.max_steps)
-        elif config.min_lr > largest:
+        self._shares = None if schedule is None else _shares(schedule, config.max_steps)
+        largest = max(self.peaks)
+        if schedule is None and config.min_lr > largest:
             raise UserError(
                 f"--min_lr {config.min_lr:g} is above the peak learning rate, {largest:g}; lower "
                 "it."
             )
-        self._floors = [floor_of(peak, largest, config) for peak in peaks]
+        self._floors = [floor_of(peak, largest, config) for peak in self.peaks]
         self._current = self.after(0)
 
     def after(self, step: int) -> list[float]:
         """Return each group's rate in the next step after ``step`` completed steps."""
-        if self._schedule is not None:
+        if self._shares is not None:
             return [peak * self._shares[step] for peak in self.peaks]
         return [
             rate_at(step, self._config, peak=peak, floor=floor)
@@ -138,9 +138,13 @@ class LearningRates:
         """Return the rates that were set last, by the names of a log entry.
 
         ``train/learning_rate`` is the first group's. Groups with another peak follow, by their key
-        ``name``, or by their index.
+        ``name``, or by their index if they have none or the name of an earlier group.
         """
-        return {key: self._current[index] for key, index in self._logged_groups.items()}
+        rates = {"train/learning_rate": self._current[0]}
+        for name, peak, rate in zip(self.names, self.peaks, self._current, strict=True):
+            if peak != self.peaks[0]:
+                rates[f"train/learning_rate/{name}"] = rate
+        return rates
 
     @property
     def fingerprint(self) -> JsonObject:
@@ -153,21 +157,21 @@ class LearningRates:
         if set(self.peaks) != {self._config.learning_rate}:
             peaks = [float(f"{peak:.{_DIGITS}g}") for peak in self.peaks]
         schedule = None
-        if self._schedule is not None:
+        if self._schedule is not None and self._shares is not None:
             values = digest({"shares": [round(share, _DIGITS) for share in self._shares]})
             schedule = f"{_name(self._schedule)} {values[:16]}"
         return {"group_learning_rates": peaks, "schedule": schedule}
 
 
-def _rate_of(group: dict[str, Any], index: int) -> float:
+def _rate_of(group: dict[str, Any], name: str) -> float:
     """Return the learning rate that the user gave to a parameter group."""
     rate: Any = group.get("lr")
     if isinstance(rate, torch.Tensor):
         rate = rate.item()
     if not _is_valid(rate):
         raise UserError(
-            f"parameter group {group.get('name', index)} of the optimizer has the learning rate "
-            f"{rate}; give it a finite number of at least 0."
+            f"parameter group {name} of the optimizer has the learning rate {rate}; give it a "
+            "finite number of at least 0."
         )
     return float(rate)
 
@@ -175,25 +179,6 @@ def _rate_of(group: dict[str, Any], index: int) -> float:
 def _is_valid(value: object) -> bool:
     """Return whether a value is a finite number of at least 0."""
     return isinstance(value, Real) and 0 <= float(value) < math.inf  # False for NaN
-
-
-def _logged_groups(names: list[str], peaks: list[float]) -> dict[str, int]:
-    """Return the index of the group whose rate is logged under each key of a log entry.
-
-    Raises:
-        UserError: if two groups with different peaks have the same name.
-    """
-    index_of = {"train/learning_rate": 0}
-    for index, (name, peak) in enumerate(zip(names, peaks, strict=True)):
-        if peak == peaks[0]:
-            continue
-        key = f"train/learning_rate/{name}"
-        if peaks[index_of.setdefault(key, index)] != peak:
-            raise UserError(
-                f"two parameter groups of the optimizer are named {name}, and have different "
-                "learning rates; give them different names."
-            )
-    return index_of
 
 
 def _name(schedule: Schedule | ScheduleFunction) -> str:
@@ -209,21 +194,13 @@ def _shares(schedule: Schedule | ScheduleFunction, max_steps: int) -> list[float
     Raises:
         UserError: if it is no schedule, or returns anything but finite numbers of at least 0.
     """
-    function: ScheduleFunction
-    if isinstance(schedule, Schedule):
-        function = schedule.share
-    elif callable(schedule) and not isinstance(schedule, type):
-        function = schedule
-    else:
+    function: Any = schedule.share if isinstance(schedule, Schedule) else schedule
+    is_function = callable(function) and not isinstance(function, type)
+    if not is_function or not accepts(function, 0, max_steps):
         raise UserError(
-            f"schedule: {short_repr(schedule)} is neither a function of a step and the number of "
-            "steps nor an instance of llmtrain.Schedule."
-        )
-
-    if not accepts(function, 0, max_steps):
-        raise UserError(
-            f"the schedule {_name(schedule)} must take two arguments: the number of completed "
-            "steps, and the number of steps of the run."
+            f"schedule: {short_repr(schedule)} is neither an instance of llmtrain.Schedule nor a "
+            "function of two arguments: the number of completed steps, and the number of steps of "
+            "the run."
         )
 
     shares: list[float] = []
