@@ -33,7 +33,6 @@ IMPORTED = [
     "llmtrain.data.prepare",
     "llmtrain.models.gpt",
     "llmtrain.models.pretrained",
-    "llmtrain.record.publish",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
     "pytest",

@@ -26,7 +26,6 @@ from llmtrain.parallel.sharding import ranks_of
 from llmtrain.planning import current_plan
 from llmtrain.record.folder import RunFolder
 from llmtrain.record.history import History
-from llmtrain.record.publish import publish
 from llmtrain.record.resume import ResumePoint, choose_folder
 from llmtrain.record.run_record import check_ranks_agree, run_description, run_record
 from llmtrain.record.saver import Saver
@@ -44,6 +43,7 @@ from llmtrain.training.parts import Parts
 from llmtrain.training.reference import with_reference
 from llmtrain.training.run import Run, RunStatus
 from llmtrain.training.settings import Settings
+from llmtrain.training.summary import publish
 
 # Entries of a start in run.json that trackers get along with the settings.
 _TRACKED_KEYS = (

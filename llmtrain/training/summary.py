@@ -1,18 +1,17 @@
-"""Print what a finished run has learned: its loss curve, a sample, and how to use the model."""
+"""The end of a run: its loss curve, a sample, how to use the model, and its way to the hub."""
 
-import os
-import shutil
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from llmtrain.console import note, printable, say
 from llmtrain.data.tokenized import Tokenized
-from llmtrain.data.tokenizer import is_trained
-from llmtrain.errors import first_line
+from llmtrain.errors import first_line, hub_error
 from llmtrain.interfaces.batches import IGNORED
-from llmtrain.model_folders import is_adapter
+from llmtrain.model_folders import note_on_base
 from llmtrain.models.export import folder_config, gives_scores, how_to_load, module_class_of
 from llmtrain.models.generation import Sampling
 from llmtrain.observe.curve import loss_curve
@@ -22,11 +21,11 @@ from llmtrain.redaction import redacted
 from llmtrain.training.compiling import eager_code
 from llmtrain.training.evaluate import sample
 
-_RULE = "-" * 40
-
-
 # The most tokens of a text by the model, during a run and after it.
 SAMPLE_TOKENS = 64
+_RULE = "-" * 40
+_PATIENCE_SECONDS = 600  # of an upload without progress
+_LEAST_PROGRESS = 2**20  # bytes that an upload reads in this time
 
 
 def eval_prompt(rows: Tokenized) -> list[int] | None:
@@ -98,55 +97,33 @@ def show_result(folder: Path, rows: Tokenized, text: str | None) -> None:
         text: the result of :func:`final_sample`.
     """
     try:
-        _show(folder, rows, text)
+        print(loss_curve(read_lines(folder / "metrics.jsonl")))
+        model_folder = folder / "model"
+        question = eval_prompt(rows)
+        if text is not None:
+            _print_sample(model_folder, rows, question, text)
+        say("model", f"{model_folder}  ({how_to_load(model_folder)})")
+        if rows.tokenizer is None or not _writes_text(model_folder):
+            return
+        if question is None or rows.tokenizer.chat_template is None:
+            say("generate", f'llmtrain generate {folder} --prompt "Your text"')
+        else:
+            say("chat", f"llmtrain chat {folder}")
     except Exception as error:
         note(f"the run is finished; showing it failed: {first_line(error)}")
 
 
-def _show(folder: Path, rows: Tokenized, text: str | None) -> None:
-    print(loss_curve(read_lines(folder / "metrics.jsonl")))
-
-    model_folder = folder / "model"
-    if rows.tokenizer is None or not _writes_text(model_folder):
-        _print_how_to_load(model_folder)
-        return
-
-    question = eval_prompt(rows)
-    if text is not None:
-        if question is None:
-            print(redacted(f"\n--- a sample of {model_folder} {_RULE}"))
-        else:
-            print(f"\n--- a question that is not in the training data {_RULE}")
-            print(printable(str(rows.tokenizer.decode(question, skip_special_tokens=True))))
-            print(redacted(f"\n--- the answer of {model_folder} {_RULE}"))
-        print(printable(text))
-        print("-" * 60)
-
-    _print_how_to_load(model_folder)
-    if question is None or rows.tokenizer.chat_template is None:
-        say("generate", f'{_command()} generate {folder} --prompt "Your text"')
+def _print_sample(
+    model_folder: Path, rows: Tokenized, question: list[int] | None, text: str
+) -> None:
+    if question is None:
+        print(redacted(f"\n--- a sample of {model_folder} {_RULE}"))
     else:
-        say("chat", f"{_command()} chat {folder}")
-    say("serve", _servers(model_folder, is_trained(rows.metadata.tokenizer)))
-
-
-def _servers(model_folder: Path, has_own_tokenizer: bool) -> str:
-    """Return which servers read a language model, in a few words.
-
-    Args:
-        model_folder: the finished model.
-        has_own_tokenizer: whether the run has trained its tokenizer.
-    """
-    if is_adapter(model_folder):
-        return f"those that know its base, after {_command()} export {model_folder.parent} --merge"
-    config = folder_config(model_folder)
-    # The head of vLLM's LFM2 is always tied to the embeddings.
-    is_untied_lfm2 = config["model_type"] == "lfm2" and not config.get("tie_word_embeddings")
-    servers = "SGLang" if is_untied_lfm2 else f"vLLM or SGLang, if it knows {config['model_type']}"
-    # llama.cpp knows tokenizers by the hash of what they make of a text.
-    if has_own_tokenizer:
-        return servers
-    return f"{servers}; llama.cpp or Ollama, if the tokenizer is a published one"
+        print(f"\n--- a question that is not in the training data {_RULE}")
+        print(printable(str(rows.tokenizer.decode(question, skip_special_tokens=True))))
+        print(redacted(f"\n--- the answer of {model_folder} {_RULE}"))
+    print(printable(text))
+    print("-" * 60)
 
 
 def _writes_text(model_folder: Path) -> bool:
@@ -157,13 +134,51 @@ def _writes_text(model_folder: Path) -> bool:
     return (model_folder / "tokenizer_config.json").exists()
 
 
-def _print_how_to_load(model_folder: Path) -> None:
-    say("model", f"{model_folder}  ({how_to_load(model_folder)})")
+def publish(folder: Path, repository: str | None) -> None:
+    """Upload a finished model's folder to the hub, and say what others would lack of its base.
 
+    The account is the one of ``hf auth login`` or of ``HF_TOKEN``. If the upload fails or makes no
+    progress, a note says so, and the program continues: the model is still on the disk.
 
-def _command() -> str:
-    """Return how to call ``llmtrain``: by name, or by its path if it is not on ``PATH``."""
-    next_to_python = Path(sys.executable).parent / "llmtrain"
-    if shutil.which("llmtrain") or not next_to_python.exists():
-        return "llmtrain"
-    return os.path.relpath(next_to_python)
+    Args:
+        folder: the model's folder.
+        repository: the name of the repository, which is made private if it does not exist. ``None``
+            uploads nothing.
+    """
+    base_note = note_on_base(folder)
+    if base_note:
+        note(base_note)
+    if repository is None:
+        return
+    from huggingface_hub import HfApi
+
+    def note_failure(reason: str) -> None:
+        remedy = f"to try again: hf upload {repository} {folder}"
+        note(f"uploading to {repository} failed: {reason}; {remedy}")
+
+    def upload() -> None:
+        try:
+            hub = HfApi()
+            hub.create_repo(repository, private=True, exist_ok=True)
+            hub.upload_folder(
+                repo_id=repository,
+                folder_path=folder,
+                commit_message="A model trained with llmtrain",
+            )
+            say("uploaded", f"{folder} to {repository}")
+        except Exception as error:  # the hub has many types, for the login, network and name
+            note_failure(hub_error(error))
+
+    thread = threading.Thread(target=upload, name="llmtrain-upload", daemon=True)
+    thread.start()
+    # The hub's library has no time limit. It reads files as fast as it sends them, and after a run
+    # nothing else reads. Only Linux counts what a process reads.
+    bytes_read = 0
+    while thread.is_alive() and sys.platform == "linux":
+        bytes_before = bytes_read
+        bytes_read = psutil.Process().io_counters().read_chars
+        if bytes_read - bytes_before < _LEAST_PROGRESS:
+            note_failure(f"no progress for {_PATIENCE_SECONDS} s")
+            return
+        thread.join(_PATIENCE_SECONDS)
+    thread.join()

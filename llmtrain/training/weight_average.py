@@ -53,15 +53,14 @@ class WeightAverage(Callback):
     def __init__(
         self, decay: float | None = None, tail: float | None = None, folder: str | None = None
     ) -> None:
-        if (decay is None) == (tail is None):
+        is_decay = decay is not None and 0 <= decay < 1
+        is_tail = tail is not None and 0 < tail <= 1
+        if None not in (decay, tail) or not (is_decay or is_tail):
             raise UserError(
-                "WeightAverage needs either decay, such as 0.999, or tail, such as 0.2 for the "
-                "last fifth of the run."
+                f"WeightAverage: decay {decay} and tail {tail}: give either decay, at least 0 and "
+                "below 1, such as 0.999, or tail, above 0 and at most 1, such as 0.2 for the last "
+                "fifth of the run."
             )
-        if decay is not None and not 0 <= decay < 1:
-            raise UserError(f"WeightAverage: decay {decay} must be at least 0 and below 1.")
-        if tail is not None and not 0 < tail <= 1:
-            raise UserError(f"WeightAverage: tail {tail} must be above 0 and at most 1.")
         if folder is not None and not _FOLDER.fullmatch(folder):
             raise UserError(
                 f"WeightAverage: folder {folder!r} must be the name of a new folder in the run "
@@ -80,10 +79,9 @@ class WeightAverage(Callback):
         self._count = 0
         if self._folder is not None:
             _check_free(training.folder / self._folder)
-        if self.tail is not None:
-            # As the decimal number that the user wrote: 0.1 is a little more in binary.
-            averaged_steps = math.ceil(Fraction(str(self.tail)) * training.max_steps)
-            self._skipped_steps = training.max_steps - averaged_steps
+        # As the decimal number that the user wrote: 0.1 is a little more in binary.
+        tail = Fraction(str(self.tail or 1))
+        self._skipped_steps = math.floor((1 - tail) * training.max_steps)
 
         self._average = {}
         self._shards = {}

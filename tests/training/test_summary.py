@@ -67,11 +67,6 @@ def test_the_end_of_a_run_shows_the_sample_and_how_to_use_the_model(
     assert "\na text\n" in printed.out
     assert f"model     {run.model_folder}  (transformers: AutoModelForCausalLM" in printed.out
     assert "llmtrain generate" in printed.out
-    assert "serve     vLLM or SGLang, if it knows gpt2; llama.cpp" in printed.out
-
-    run.rows.metadata.tokenizer = "bpe:2048"
-    show_result(run.folder, run.rows, "a text")
-    assert "serve     vLLM or SGLang, if it knows gpt2\n" in capsys.readouterr().out
 
 
 def test_what_a_question_or_a_sample_says_to_the_terminal_is_shown(

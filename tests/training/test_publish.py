@@ -14,8 +14,8 @@ from peft import LoraConfig
 from llmtrain import model_folders
 from llmtrain.errors import UserError
 from llmtrain.models.hub_models import local_folder
-from llmtrain.record import publish as publish_module
-from llmtrain.record.publish import publish
+from llmtrain.training import summary
+from llmtrain.training.summary import publish
 from tests.command_line import run_cli
 
 
@@ -130,7 +130,7 @@ def test_an_upload_without_progress_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    monkeypatch.setattr(publish_module, "_PATIENCE_SECONDS", 1)
+    monkeypatch.setattr(summary, "_PATIENCE_SECONDS", 1)
     dead_hub.pieces = pieces
 
     publish(tmp_path, "someone/model")
