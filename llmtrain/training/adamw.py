@@ -6,27 +6,32 @@ from typing import Any
 import torch
 
 from llmtrain.parallel.shards import local_shard, zeros_by_row
-from llmtrain.training.compensation import assign, needs_compensation, update_weights
 from llmtrain.training.device_skip import found_inf_of
-from llmtrain.training.eight_bit import (
+from llmtrain.training.low_precision import (
+    assign,
     blocks_per_row,
     is_eight_bit,
+    needs_compensation,
     positive_codebook,
     signed_codebook,
+    update_weights,
 )
 
-# The most numbers that a step computes at a time. Each of them needs about 24 bytes of memory.
+# The most numbers that a step computes at a time, by the type of the device.
 CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
+# Bytes of temporary memory for each of them.
+CHUNK_BYTES = 24
+
+_CODEBOOKS = {"exp_avg": signed_codebook, "exp_avg_sq": positive_codebook}
 
 
 class CompactAdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov & Hutter 2019) whose state is small.
 
-    It computes in float32. Weights may be float32, or bfloat16 with a compensation; see
-    :mod:`llmtrain.training.compensation`. Moments may be kept in 8 bits; see
-    :mod:`llmtrain.training.eight_bit`. Vectors and small matrices have moments in float32. Which
-    ones are small is decided by the full shape, so the state does not depend on how parameters are
-    sharded.
+    It computes in float32. Weights may be float32, or bfloat16 with a compensation. Moments may be
+    kept in 8 bits. See :mod:`llmtrain.training.low_precision`. Vectors and small matrices have
+    moments in float32. Which ones are small is decided by the full shape, so the state does not
+    depend on how parameters are sharded.
 
     Like torch's fused AdamW, it can skip a step on the device; see
     :mod:`llmtrain.training.device_skip`.
@@ -42,6 +47,7 @@ class CompactAdamW(torch.optim.Optimizer):
     # Whether the moments of large tensors are in 8 bits.
     eight_bit = False
 
+    keeps_small_updates = True
     skips_on_device = True
     # torch.amp.GradScaler then passes `found_inf` to the step, instead of reading it on the host.
     _step_supports_amp_scaling = True
@@ -58,6 +64,24 @@ class CompactAdamW(torch.optim.Optimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
 
+    @classmethod
+    def initial_state(cls, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the state of a parameter before its first step. It is sharded like the parameter.
+
+        ``step`` is on the parameter's device, so that ``found_inf`` can hold it back.
+        """
+        state = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
+        if needs_compensation(p):
+            state["compensation"] = torch.zeros_like(p)
+
+        has_codes = cls.eight_bit and is_eight_bit(p.shape)
+        for name in _CODEBOOKS:
+            state[name] = torch.zeros_like(p, dtype=torch.uint8 if has_codes else torch.float32)
+            if has_codes:
+                # With the scale 0, every code is 0.
+                state[f"{name}_scales"] = zeros_by_row(p, columns=blocks_per_row(p.shape))
+        return state
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
@@ -66,28 +90,25 @@ class CompactAdamW(torch.optim.Optimizer):
                 if p.grad is None:
                     continue
                 if not self.state[p]:
-                    self.state[p].update(_initial_state(p, self.eight_bit))
+                    self.state[p].update(self.initial_state(p))
                 self._update(p, group)
 
     def _update(self, p: torch.nn.Parameter, group: dict[str, Any]) -> None:
         """Update one parameter, some of its rows at a time."""
-        assert p.grad is not None
         found_inf = found_inf_of(self)
         grad_scale = getattr(self, "grad_scale", None)  # of a gradient scaler
         skip = None if found_inf is None else found_inf.to(p.device) > 0
 
-        state = self.state[p]
-        step = state["step"]
+        tensors = {**self.state[p], "weights": p, "gradient": p.grad}
+        step = tensors.pop("step")
         assign(step, step + 1, skip)
 
-        tensors = {name: tensor for name, tensor in state.items() if name != "step"}
-        tensors["weights"] = p
-        tensors["gradient"] = p.grad
-        shards = {name: _as_rows(local_shard(tensor)) for name, tensor in tensors.items()}
-
+        # A scalar is computed as a vector.
+        shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
+        shards = {name: torch.atleast_1d(shard) for name, shard in shards.items()}
         weights = shards["weights"]
-        row_numel = weights[:1].numel() or 1
-        rows_per_chunk = max(1, _chunk_numel(p.device) // row_numel)
+        chunk_numel = CHUNK_NUMEL.get(p.device.type, CHUNK_NUMEL["cpu"])
+        rows_per_chunk = max(1, chunk_numel // (weights[:1].numel() or 1))
         for start in range(0, len(weights), rows_per_chunk):
             rows = slice(start, start + rows_per_chunk)
             chunk = {name: shard[rows] for name, shard in shards.items()}
@@ -99,34 +120,6 @@ class EightBitAdamW(CompactAdamW):
 
     eight_bit = True
     skips_on_device = True
-
-
-def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, or a view of a scalar as a vector."""
-    return tensor if tensor.dim() else tensor.view(1)
-
-
-def _chunk_numel(device: torch.device) -> int:
-    return CHUNK_NUMEL.get(device.type, CHUNK_NUMEL["cpu"])
-
-
-def _initial_state(p: torch.nn.Parameter, eight_bit: bool) -> dict[str, torch.Tensor]:
-    """Return the state of a parameter before its first step. It is sharded like the parameter.
-
-    ``step`` is on the parameter's device, so that ``found_inf`` can hold it back.
-    """
-    state = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
-    if needs_compensation(p):
-        state["compensation"] = torch.zeros_like(p)
-
-    has_codes = eight_bit and is_eight_bit(p.shape)
-    for name in ("exp_avg", "exp_avg_sq"):
-        dtype = torch.uint8 if has_codes else torch.float32
-        state[name] = torch.zeros_like(p, dtype=dtype)
-        if has_codes:
-            # With the scale 0, every code is 0.
-            state[f"{name}_scales"] = zeros_by_row(p, columns=blocks_per_row(p.shape))
-    return state
 
 
 def _update_rows(
@@ -150,10 +143,11 @@ def _update_rows(
     if grad_scale is not None:
         gradient = gradient / grad_scale
 
-    first, second = _moments(chunk)
-    first.lerp_(gradient, 1 - beta1)
-    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    _store_moments(chunk, first, second, skip)
+    first = _read_moment(chunk, "exp_avg").lerp_(gradient, 1 - beta1)
+    second = _read_moment(chunk, "exp_avg_sq").mul_(beta2)
+    second.addcmul_(gradient, gradient, value=1 - beta2)
+    _store_moment(chunk, "exp_avg", first, skip)
+    _store_moment(chunk, "exp_avg_sq", second, skip)
 
     # Scalars on the device, so that the host does not wait for the number of steps.
     first_correction = 1 - beta1**step
@@ -169,34 +163,22 @@ def _update_rows(
     )
 
 
-def _moments(chunk: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return copies of the moments, in float32."""
-    if "exp_avg_scales" not in chunk:
-        return chunk["exp_avg"].clone(), chunk["exp_avg_sq"].clone()
-    device = chunk["weights"].device
-    return (
-        signed_codebook(device).decode(chunk["exp_avg"], chunk["exp_avg_scales"]),
-        positive_codebook(device).decode(chunk["exp_avg_sq"], chunk["exp_avg_sq_scales"]),
-    )
+def _read_moment(chunk: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return a copy of a moment, in float32."""
+    scales = chunk.get(f"{name}_scales")
+    if scales is None:
+        return chunk[name].clone()
+    return _CODEBOOKS[name](scales.device).decode(chunk[name], scales)
 
 
-def _store_moments(
-    chunk: dict[str, torch.Tensor],
-    first: torch.Tensor,
-    second: torch.Tensor,
-    skip: torch.Tensor | None,
+def _store_moment(
+    chunk: dict[str, torch.Tensor], name: str, moment: torch.Tensor, skip: torch.Tensor | None
 ) -> None:
-    """Keep the new moments, in the form in which they are kept."""
-    if "exp_avg_scales" not in chunk:
-        assign(chunk["exp_avg"], first, skip)
-        assign(chunk["exp_avg_sq"], second, skip)
+    """Replace a moment, in the form in which it is kept."""
+    scales = chunk.get(f"{name}_scales")
+    if scales is None:
+        assign(chunk[name], moment, skip)
         return
-
-    device = chunk["weights"].device
-    for name, moment, codebook in (
-        ("exp_avg", first, signed_codebook(device)),
-        ("exp_avg_sq", second, positive_codebook(device)),
-    ):
-        codes, scales = codebook.encode(moment)
-        assign(chunk[name], codes, skip)
-        assign(chunk[f"{name}_scales"], scales, skip)
+    codes, new_scales = _CODEBOOKS[name](scales.device).encode(moment)
+    assign(chunk[name], codes, skip)
+    assign(scales, new_scales, skip)

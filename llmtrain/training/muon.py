@@ -7,8 +7,8 @@ with AdamW. In bfloat16 this class takes less time than torch's, because it mult
 the same shape in one batch.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from torch import nn
 
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import full_tensor, local_shard, shard_like
-from llmtrain.training.compensation import assign, needs_compensation, update_weights
 from llmtrain.training.device_skip import found_inf_of
+from llmtrain.training.low_precision import assign, needs_compensation, update_weights
 
 # The coefficients of Jordan et al.: steepest at zero, and near one for values that have grown.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -46,6 +46,7 @@ class Muon(torch.optim.Optimizer):
             of the matrices orthogonal, and all of them gather the results.
     """
 
+    keeps_small_updates = True
     skips_on_device = True
 
     def __init__(
@@ -62,54 +63,64 @@ class Muon(torch.optim.Optimizer):
         )
         self.ranks = ranks
 
+    @staticmethod
+    def initial_state(p: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the state of a matrix before its first step. It is sharded like the matrix."""
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        state = {"momentum_buffer": torch.zeros_like(p, dtype=dtype)}
+        if needs_compensation(p):
+            state["compensation"] = torch.zeros_like(p)
+        return state
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all matrices that have a gradient."""
         found_inf = found_inf_of(self)
-        skip = None if found_inf is None else found_inf > 0
 
-        # The batch whose results the ranks are sending.
-        in_flight: _PendingUpdate | None = None
+        # Applies the results that the ranks are sending.
+        apply_pending: Callable[[], None] | None = None
         for group in self.param_groups:
             with_gradient = [p for p in group["params"] if p.grad is not None]
             for matrices in batches_of(with_gradient):
-                update = self._begin(matrices, group, skip)
-                # While the ranks send these results, apply the previous batch.
-                if in_flight is not None:
-                    in_flight.finish()
-                in_flight = update
-                if update.work is None:
-                    update.finish()
-                    in_flight = None
-        if in_flight is not None:
-            in_flight.finish()
+                skip = None
+                if found_inf is not None:
+                    skip = found_inf.to(matrices[0].device) > 0
+                momenta = torch.stack([self._momentum(p, group, skip) for p in matrices])
+                momenta = momenta.to(group["dtype"] or momenta.dtype)
+                results, work = self._orthogonal(momenta)
+                # While the ranks send these results, apply the previous ones.
+                if apply_pending is not None:
+                    apply_pending()
+                    apply_pending = None
+                if work is None:
+                    self._apply(matrices, group, results, skip)
+                else:
+                    apply_pending = functools.partial(
+                        self._apply, matrices, group, results, skip, work
+                    )
+        if apply_pending is not None:
+            apply_pending()
 
-    def _begin(
-        self, matrices: list[nn.Parameter], group: dict[str, Any], skip: torch.Tensor | None
-    ) -> "_PendingUpdate":
-        """Compute the orthogonal momenta of a batch of matrices, or begin to gather them.
+    def _momentum(
+        self, p: nn.Parameter, group: dict[str, Any], skip: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Update the momentum of a matrix.
 
-        Args:
-            matrices: parameters of one shape.
-            group: their group.
-            skip: a boolean scalar: whether nothing is changed; ``None`` if it always is.
+        Returns:
+            The full Nesterov momentum, transposed if it has more rows than columns.
         """
-        if skip is not None:
-            skip = skip.to(matrices[0].device)
-        momenta = torch.stack([self._wide_momentum(p, group["momentum"], skip) for p in matrices])
-        momenta = momenta.to(group["dtype"] or momenta.dtype)
-        results, work = self._orthogonal(momenta)
-        return _PendingUpdate(
-            matrices=matrices,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            compensations={
-                p: self.state[p]["compensation"] for p in matrices if needs_compensation(p)
-            },
-            results=results,
-            work=work,
-            skip=skip,
-        )
+        assert p.grad is not None
+        momentum = group["momentum"]
+        gradient = p.grad.to(torch.promote_types(p.dtype, torch.float32))
+        if not self.state[p]:
+            self.state[p].update(self.initial_state(p))
+        buffer = self.state[p]["momentum_buffer"]
+        # `lerp` computes the same result, but takes five times as long on a CPU.
+        new_buffer = buffer.mul(momentum).add_(gradient, alpha=1 - momentum)
+        assign(local_shard(buffer), local_shard(new_buffer), skip)
+
+        nesterov = full_tensor(gradient.mul(1 - momentum).add_(new_buffer, alpha=momentum))
+        return nesterov if nesterov.shape[0] <= nesterov.shape[1] else nesterov.mT
 
     def _orthogonal(self, momenta: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
         """Make momenta [N, m, n] orthogonal, on this rank or on all ranks together.
@@ -134,65 +145,45 @@ class Muon(torch.optim.Optimizer):
         shares = list(torch.split(results, share))
         return results, dist.all_gather(shares, own_results, async_op=True)
 
-    def _wide_momentum(
-        self, p: nn.Parameter, momentum: float, skip: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Update the momentum of a matrix and return the full one, transposed if it is tall."""
-        return _wide(full_tensor(self._nesterov(p, momentum, skip)))
+    def _apply(
+        self,
+        matrices: list[nn.Parameter],
+        group: dict[str, Any],
+        results: torch.Tensor,
+        skip: torch.Tensor | None,
+        work: dist.Work | None = None,
+    ) -> None:
+        """Update a batch of matrices.
 
-    def _nesterov(
-        self, p: nn.Parameter, momentum: float, skip: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Update the momentum of a matrix and return the Nesterov momentum."""
-        assert p.grad is not None
-        gradient = p.grad.to(torch.promote_types(p.dtype, torch.float32))
-        if not self.state[p]:
-            self.state[p]["momentum_buffer"] = torch.zeros_like(gradient)
-            if needs_compensation(p):
-                self.state[p]["compensation"] = torch.zeros_like(p)
-        buffer = self.state[p]["momentum_buffer"]
-        # `lerp` computes the same result, but takes five times as long on a CPU.
-        new_buffer = buffer.mul(momentum).add_(gradient, alpha=1 - momentum)
-        assign(local_shard(buffer), local_shard(new_buffer), skip)
-        return gradient.mul(1 - momentum).add_(new_buffer, alpha=momentum)
-
-
-@dataclass
-class _PendingUpdate:
-    """The update of a batch of matrices, which other ranks may still be sending."""
-
-    matrices: list[nn.Parameter]
-    lr: float
-    weight_decay: float
-    compensations: dict[nn.Parameter, torch.Tensor]  # of the matrices in bfloat16
-    results: torch.Tensor  # [N, m, n], m at most n; N is the number of matrices or larger
-    work: dist.Work | None
-    skip: torch.Tensor | None  # a boolean scalar: whether nothing is changed
-
-    def finish(self) -> None:
-        """Wait for the results and apply them."""
-        if self.work is not None:
-            self.work.wait()
-        for p, wide in zip(self.matrices, self.results, strict=False):
+        Args:
+            matrices: parameters of one shape up to a transpose.
+            group: their group.
+            results: their orthogonal momenta [N, m, n], m at most n; N may exceed their number.
+            skip: a boolean scalar. If it is true, nothing is changed.
+            work: gathers the results.
+        """
+        if work is not None:
+            work.wait()
+        lr = group["lr"]
+        decay = 1 - lr * group["weight_decay"]
+        for p, wide in zip(matrices, results, strict=False):
             full_update = wide if p.shape == wide.shape else wide.mT
             # The root mean square of AdamW's updates is about 0.2.
             scale = 0.2 * max(p.shape) ** 0.5
             shard = local_shard(p)
             dtype = torch.promote_types(shard.dtype, torch.float32)
             update = shard_like(full_update, p).to(shard.device, dtype)
-            decay = 1 - self.lr * self.weight_decay
-            compensation = self.compensations.get(p)
-            if compensation is None:
-                new_shard = shard.mul(decay).add_(update, alpha=-self.lr * scale)
-                assign(shard, new_shard, self.skip)
-            else:
+            if needs_compensation(p):
                 update_weights(
                     shard,
-                    update * (-self.lr * scale),
+                    update * (-lr * scale),
                     decay=decay,
-                    compensation=local_shard(compensation),
-                    skip=self.skip,
+                    compensation=local_shard(self.state[p]["compensation"]),
+                    skip=skip,
                 )
+            else:
+                new_shard = shard.mul(decay).add_(update, alpha=-lr * scale)
+                assign(shard, new_shard, skip)
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
@@ -211,11 +202,6 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x
-
-
-def _wide(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the matrix, or its transpose if it has more rows than columns."""
-    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
 
 
 def batches_of(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -15,8 +15,8 @@ from llmtrain.models.gpt import Projection
 from llmtrain.parallel.sharding import TrainingAccelerator, ranks_of
 from llmtrain.shipped import shipped_config
 from llmtrain.training.adamw import CompactAdamW, EightBitAdamW
-from llmtrain.training.compensation import needs_compensation
 from llmtrain.training.device_skip import can_skip_on_device, found_inf_of, skipped_on_device
+from llmtrain.training.low_precision import needs_compensation
 from llmtrain.training.muon import Muon
 from llmtrain.training.optimizer_bytes import BITSANDBYTES_OPTIMIZER
 from llmtrain.training.settings import OptimConfig

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from llmtrain.training.adamw import CHUNK_NUMEL
-from llmtrain.training.eight_bit import BLOCK_SIZE, blocks_per_row, is_eight_bit
+from llmtrain.training.low_precision import BLOCK_SIZE, blocks_per_row, is_eight_bit
 
 _FLOAT32_BYTES = 4
 _BF16_BYTES = 2

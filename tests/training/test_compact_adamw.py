@@ -6,12 +6,12 @@ from torch import nn
 
 from llmtrain.training import adamw
 from llmtrain.training.adamw import CompactAdamW, EightBitAdamW
-from llmtrain.training.compensation import update_weights
-from llmtrain.training.eight_bit import (
+from llmtrain.training.low_precision import (
     blocks_per_row,
     is_eight_bit,
     positive_codebook,
     signed_codebook,
+    update_weights,
 )
 
 CPU = torch.device("cpu")

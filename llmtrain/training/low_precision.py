@@ -1,11 +1,17 @@
-"""Tensors in 8 bits: a code for each number, and a scale for each block of numbers.
+"""Weights in bfloat16, and tensors in 8 bits, for optimizers that compute in float32.
 
-This is block-wise dynamic quantization (Dettmers et al. 2022, arXiv:2110.02861). A scale is the
-largest absolute value of its block. A code stands for a fraction of the scale, by a codebook of 256
-values that are denser near zero.
+**Weights in bfloat16** have 8 significant bits. An update below a 500th of a weight would be lost
+by rounding, and most updates are. So the optimizer keeps what rounding has cut off, the
+*compensation*, in a second bfloat16 number, and adds it to the next update (Kahan 1965, DOI
+10.1145/363707.363723; for training: Zamirai et al. 2020, arXiv:2010.06192). Together, a weight and
+its compensation have about 16 significant bits.
 
-A *row* of a tensor is ``tensor[i]``, flattened. Blocks never cross a row, and FSDP2 cuts tensors
-between rows. So the codes and the scales are the same however a tensor is sharded.
+**Tensors in 8 bits** have a code for each number, and a scale for each block of numbers. This is
+block-wise dynamic quantization (Dettmers et al. 2022, arXiv:2110.02861). A scale is the largest
+absolute value of its block. A code stands for a fraction of the scale, by a codebook of 256 values
+that are denser near zero. A *row* of a tensor is ``tensor[i]``, flattened. Blocks never cross a
+row, and FSDP2 cuts tensors between rows. So the codes and the scales are the same however a tensor
+is sharded.
 """
 
 import functools
@@ -25,6 +31,52 @@ _MIN_ROW_NUMEL = 64
 _CODES = 256
 _BFLOAT16_VALUES = 1 << 16
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+# --- weights in bfloat16
+
+
+def needs_compensation(parameter: torch.Tensor) -> bool:
+    """Return whether the weights of a parameter are too coarse for small updates."""
+    return parameter.dtype == torch.bfloat16
+
+
+def update_weights(
+    weights: torch.Tensor,
+    update: torch.Tensor,
+    *,
+    decay: float | torch.Tensor,
+    compensation: torch.Tensor | None,
+    skip: torch.Tensor | None = None,
+) -> None:
+    """Multiply weights by a factor and add an update, in float32.
+
+    Args:
+        weights: the weights, which are changed.
+        update: float32, of the same shape.
+        decay: the factor.
+        compensation: what rounding has cut off the weights, for weights in bfloat16. It is changed.
+        skip: a boolean scalar. If it is true, nothing is changed.
+    """
+    total = weights.to(torch.float32, copy=True)
+    if compensation is not None:
+        total.add_(compensation)
+    total.mul_(decay).add_(update)
+
+    rounded = total.to(weights.dtype)
+    if compensation is not None:
+        assign(compensation, total.sub_(rounded), skip)
+    assign(weights, rounded, skip)
+
+
+def assign(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -> None:
+    """Copy a value into a tensor, unless the boolean scalar ``skip`` is true."""
+    if skip is not None:
+        value = torch.where(skip, target, value.to(target.dtype))
+    target.copy_(value)
+
+
+# --- tensors in 8 bits
 
 
 def is_eight_bit(shape: Sequence[int]) -> bool:
