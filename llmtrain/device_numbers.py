@@ -64,10 +64,12 @@ class DeviceScalars:
 
     def read(self) -> dict[str, float]:
         """Return the numbers, after waiting for the copy."""
-        if self._numbers is None and self._copies is None:
-            self._numbers = {name: scalar.item() for name, scalar in self._scalars.items()}
-        elif self._numbers is None:
-            self._numbers = dict(zip(self._scalars, self._copies.read(), strict=True))
+        if self._numbers is None:
+            if self._copies is None:
+                numbers = [scalar.item() for scalar in self._scalars.values()]
+            else:
+                numbers = self._copies.read()
+            self._numbers = dict(zip(self._scalars, numbers, strict=True))
         return self._numbers
 
     def read_tensors(self) -> dict[str, torch.Tensor]:
