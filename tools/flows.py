@@ -156,7 +156,7 @@ def one_step(folder: Path, passed: Passed) -> None:
 
 def save_and_resume(folder: Path, passed: Passed) -> None:
     """Pass a save, the writing of a finished model, and what a resumed run does differently."""
-    from llmtrain.training import loop, periodic
+    from llmtrain.training import periodic, train
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -168,7 +168,7 @@ def save_and_resume(folder: Path, passed: Passed) -> None:
     with (
         mock.patch.object(periodic, "save", watched(periodic.save)),
         mock.patch.object(periodic, "write_model", watched(periodic.write_model)),
-        mock.patch.object(loop, "restore", watched(loop.restore)),
+        mock.patch.object(train, "restore", watched(train.restore)),
     ):
         run = six_steps(folder)
         run()

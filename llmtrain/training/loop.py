@@ -60,6 +60,7 @@ class Loop:
         self.engine = engine
         self.throughput = Throughput(engine.accelerator, engine.unwrapped)
         self.callbacks: list[Callback] = []
+        self._having: dict[str, list[Callback]] = {}  # callbacks by a method of their own
         self._prepared_optimizer = optimizer
         self._batches = batches
         self._stop: StopVote = False  # how any rank wanted to stop, at the last settled step
@@ -326,12 +327,16 @@ class Loop:
     # --- for the callbacks of the loop
 
     def in_turn(self, method: str) -> Iterator[Callback]:
-        """Yield each callback, whose ``method`` is called then.
+        """Yield each callback that has a method, which is called then.
 
         If it hangs, the heartbeat names it. Callbacks of the loop are known by their phases.
         """
+        if method not in self._having:
+            self._having[method] = [
+                callback for callback in self.callbacks if _has_own(callback, method)
+            ]
         phases = self.engine.phases
-        for callback in self.callbacks:
+        for callback in self._having[method]:
             is_own = isinstance(callback, LoopCallback)
             phases.enter_callback("" if is_own else f"{name_of(callback)}.{method}")
             yield callback
