@@ -96,7 +96,7 @@ def first_loss(folder: Path) -> Callable[[], Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import llmtrain as lt
-    from llmtrain.parallel.placement import place
+    from llmtrain.parallel.placement import move_to_devices
     from llmtrain.parallel.sharding import TrainingAccelerator
 
     rows = rows_of_chats(folder)()
@@ -109,7 +109,7 @@ def first_loss(folder: Path) -> Callable[[], Any]:
 
     def compute() -> Any:
         bundle = lt.load_model(model_config, lora=None, rows=rows, seed=0, precision="no")
-        model = place(accelerator, bundle).model
+        model = move_to_devices(accelerator.ranks, bundle).model
         return model(**batch, **bundle.prepare_batch(batch))
 
     return compute

@@ -36,7 +36,7 @@ from llmtrain.models.lora import AdapterFiles
 from llmtrain.models.model_classes import build_model
 from llmtrain.models.probe import differ, example_tokens
 from llmtrain.models.text_tower import outside_text_tower
-from llmtrain.parallel.placement import parameter_bytes, place
+from llmtrain.parallel.placement import move_to_devices, parameter_bytes
 from llmtrain.parallel.shards import local_shard
 from llmtrain.record.saver import write_model
 from tests.models.small_models import byte_tokenizer
@@ -133,7 +133,9 @@ def load(accelerator: Accelerator, folder: Path, lora: LoraConfig | None = None)
     """Load a model as a run does, which also tries its attention and its gradients."""
     config = ModelConfig(str(folder), max_length=ROW_LENGTH)
     rows = SomeRows(byte_tokenizer(ROW_LENGTH))
-    return place(accelerator, load_model(config, lora, rows, seed=_SEED, precision="no"))
+    return move_to_devices(
+        accelerator.ranks, load_model(config, lora, rows, seed=_SEED, precision="no")
+    )
 
 
 def take_step(bundle: ModelBundle) -> Step:

@@ -52,8 +52,7 @@ def _evaluate(arguments: argparse.Namespace) -> dict[str, float]:
     from llmtrain.launching.accelerator import start_accelerator
     from llmtrain.model_folders import is_adapter, model_folder
     from llmtrain.models.export import folder_config, gives_scores
-    from llmtrain.parallel.engine_choice import engine_for
-    from llmtrain.parallel.placement import place
+    from llmtrain.parallel.placement import engine_for, move_to_devices
     from llmtrain.record.history import History, is_run
     from llmtrain.training.evaluate import evaluate
 
@@ -88,7 +87,7 @@ def _evaluate(arguments: argparse.Namespace) -> dict[str, float]:
     if accelerator.ranks.world_size > 1:
         raise UserError("llmtrain eval works on one process; start it without a launcher.")
     bundle = lt.load_model(model_config, None, rows, seed=0, precision=accelerator.mixed_precision)
-    place(accelerator, bundle)
+    move_to_devices(accelerator.ranks, bundle)
     batches = eval_loader(
         rows.eval,
         processes=1,

@@ -245,12 +245,14 @@ def _nlls(rows: "Tokenized", numbers: list[int], model: str) -> list[float]:
     from llmtrain.data.order import Slot
     from llmtrain.launching.accelerator import start_accelerator
     from llmtrain.model_folders import is_adapter
-    from llmtrain.parallel.placement import place
+    from llmtrain.parallel.placement import move_to_devices
 
     config = lt.ModelConfig(model_name_or_path=model, continue_adapter=is_adapter(Path(model)))
     config.set(max_length=rows.metadata.block_size)
     accelerator = start_accelerator()
-    bundle = place(accelerator, lt.load_model(config, None, rows, seed=0, precision="no"))
+    bundle = move_to_devices(
+        accelerator.ranks, lt.load_model(config, None, rows, seed=0, precision="no")
+    )
     trained = bundle.model.float().eval()
     batches = LocalBatches(rows.train, micro_batch=1, prepare=bundle.prepare_batch)
     slots = [Slot(position=0, row=number) for number in numbers]

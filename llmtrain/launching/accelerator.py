@@ -80,7 +80,7 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
         bitwise=bitwise,
     )
     # Accelerate reads this attribute when it wraps a model. Its constructor does not take it.
-    accelerator.ddp_handler = DDPHandler(parallel.bucket_mib)
+    accelerator.ddp_handler = DDPHandler(parallel.ddp_bucket_cap_mb)
     _check_group(accelerator)
     if accelerator.is_fsdp2 != (sharding is not None):
         raise UserError(

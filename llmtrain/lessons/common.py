@@ -17,8 +17,7 @@ from torch.distributed import GradBucket
 from llmtrain import GPT, GPTConfig, Objective, OptimConfig, ParallelConfig, make_optimizer
 from llmtrain.errors import UserError
 from llmtrain.launching.children import start_command
-from llmtrain.parallel.engine_choice import engine_for
-from llmtrain.parallel.placement import place_sharded
+from llmtrain.parallel.placement import engine_for, place_sharded
 from llmtrain.parallel.sharding import ranks_of
 from llmtrain.shipped import shipped_folder
 

@@ -15,11 +15,11 @@ import psutil
 import torch
 from torch import nn
 from torch.distributed import GradBucket
+from torch.futures import Future
 
 from llmtrain.console import say
 from llmtrain.files import write_json
 from llmtrain.json_types import JsonObject
-from llmtrain.parallel.collectives import BucketFuture
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.phase_names import PHASES
 from llmtrain.phases import Mark, Phases, PhaseStart
@@ -122,8 +122,11 @@ class XRay:
             self._gather()
 
     def on_bucket(
-        self, bucket: GradBucket, send: Callable[[GradBucket], BucketFuture], sent_bytes: int
-    ) -> BucketFuture:
+        self,
+        bucket: GradBucket,
+        send: Callable[[GradBucket], Future[torch.Tensor]],
+        sent_bytes: int,
+    ) -> Future[torch.Tensor]:
         """Send a full bucket of gradients, and record its transfer.
 
         Args:
@@ -149,7 +152,7 @@ class XRay:
         future = send(bucket)
         send_seconds = time.perf_counter() - send_start
 
-        def on_arrival(done: BucketFuture) -> torch.Tensor:
+        def on_arrival(done: Future[torch.Tensor]) -> torch.Tensor:
             transfer = _MarkedTransfer(
                 phase_index=phase_index,
                 bucket=number,

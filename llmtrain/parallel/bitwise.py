@@ -16,14 +16,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.objective import LossSums, StepTotals
-from llmtrain.parallel.collectives import swap_with
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import add_metrics
 from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.shards import transfer
 
 
 def tree_sum(terms: Iterator[torch.Tensor], count: int) -> torch.Tensor:
@@ -67,6 +68,13 @@ def all_reduce_by_doubling(local_sum: torch.Tensor, rank: int, world_size: int) 
         neighbour = rank ^ (1 << height)
         total.add_(swap_with(neighbour, total))
     return total
+
+
+def swap_with(peer: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Send a tensor to another rank, and return the tensor that it sends in exchange."""
+    received = torch.empty_like(tensor)
+    transfer([dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.irecv, received, peer)])
+    return received
 
 
 class BitwiseEngine(ReplicatedEngine):

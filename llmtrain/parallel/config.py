@@ -31,7 +31,11 @@ class ParallelConfig(Config):
         affects="gradient",
         hidden=True,
     )
-    ddp_bucket_cap_mb: float = flag(25.0, "size of DDP's gradient buckets in MiB", hidden=True)
+    ddp_bucket_cap_mb: float | None = flag(
+        None,
+        "size of DDP's gradient buckets in MiB (default: 25, and a smaller first one)",
+        hidden=True,
+    )
     ddp_timeout: int = flag(
         1800,
         "seconds that a process waits for the others before the run fails",
@@ -56,17 +60,8 @@ class ParallelConfig(Config):
         require_at_least(self, 1, "ddp_timeout")
         require_at_most(self, SECONDS_OF_A_YEAR, "ddp_timeout")  # larger ones overflow
         size = self.ddp_bucket_cap_mb
-        if size <= 0 or not math.isfinite(size):
+        if size is not None and (size <= 0 or not math.isfinite(size)):
             raise UserError(f"--ddp_bucket_cap_mb {size} is out of range: it must be above 0.")
-
-    @property
-    def bucket_mib(self) -> float | None:
-        """The size of DDP's gradient buckets in MiB, or ``None`` if DDP should choose."""
-        # If DDP chooses, the first bucket is smaller than the others.
-        size = self.ddp_bucket_cap_mb
-        if self.is_set("ddp_bucket_cap_mb") or size != ParallelConfig.ddp_bucket_cap_mb:
-            return size
-        return None
 
     @property
     def approximation(self) -> dict[str, str] | None:

@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.console import say
 from llmtrain.interfaces.batches import Batch
-from llmtrain.parallel.collectives import BucketFuture, BucketWatcher
-from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.engine import BucketFuture, BucketWatcher, Engine
 from llmtrain.parallel.ranks import Ranks
 
 

@@ -11,11 +11,12 @@ Each way to train has its own subclass:
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain.errors import UserError, short_repr
@@ -29,11 +30,17 @@ from llmtrain.interfaces.objective import (
     StepTotals,
 )
 from llmtrain.interfaces.part import name_of
-from llmtrain.parallel.collectives import BucketWatcher
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.phases import Phases
 
 Result = TypeVar("Result")
+# The future of a bucket's mean over the ranks. It is complete once all ranks have sent the bucket.
+BucketFuture: TypeAlias = torch.futures.Future[torch.Tensor]
+# Begins to average a bucket over the ranks, and does not wait for the mean.
+BucketAverage: TypeAlias = Callable[[GradBucket], BucketFuture]
+# Takes a full bucket, the function that averages it, and the bytes that are summed over the ranks.
+# Returns the future of the mean.
+BucketWatcher: TypeAlias = Callable[[GradBucket, BucketAverage, int], BucketFuture]
 
 
 class Engine:

@@ -1,50 +1,48 @@
-"""Place a new model on the devices that train it, and load its initial weights."""
+"""Move a new model to the devices that train it, and choose the engine that computes with it."""
 
 import functools
 from collections.abc import Iterable
 
 import torch
-from accelerate import Accelerator
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model_bundle import ModelBundle, Weights
-from llmtrain.parallel.fsdp import parameter_groups, shard
+from llmtrain.interfaces.objective import Objective
+from llmtrain.parallel.bitwise import BitwiseEngine
+from llmtrain.parallel.config import ParallelConfig
+from llmtrain.parallel.ddp import ReplicatedEngine
+from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.fsdp import ShardedEngine, parameter_groups, shard
 from llmtrain.parallel.ranks import Ranks, Sharding
-from llmtrain.parallel.sharding import ranks_of
 from llmtrain.parallel.shards import fill, local_shard
-from llmtrain.shipped import shipped_config
 
-_GIB = 2**30
 _MIB = 2**20
 
 
-def place(accelerator: Accelerator, bundle: ModelBundle) -> ModelBundle:
+def move_to_devices(ranks: Ranks, bundle: ModelBundle) -> ModelBundle:
     """Move a new model to this rank's device, or shard it if the accelerate config asks for it.
 
     Parameters on the meta device become real and get their initial weights.
 
     Args:
-        accelerator: the Accelerator of this run.
+        ranks: the ranks of the run.
         bundle: the model with its weights. It is changed in place.
 
     Returns:
         The same ``bundle``.
 
     Raises:
-        UserError: if there is not enough memory, or if the model cannot be sharded.
+        UserError: if the model lacks values, or cannot be sharded.
     """
     model = bundle.model
     class_name = type(model).__name__  # before FSDP renames it
     # Quantized weights are stored as integers.
     is_quantized = not all(p.is_floating_point() for p in model.parameters())
-    ranks = ranks_of(accelerator)
-    sharding = ranks.sharding
 
-    if sharding.is_sharded and is_quantized and bundle.weights is None:
+    if ranks.is_sharded and is_quantized and bundle.weights is None:
         raise UserError("--load_in_4bit weights cannot be sharded; use a DDP config.")
     without_values = [name for name, p in model.named_parameters() if p.is_meta]
     if without_values and bundle.weights is None:
@@ -53,17 +51,16 @@ def place(accelerator: Accelerator, bundle: ModelBundle) -> ModelBundle:
             f"{without_values[0]}; pass their names and values to ModelBundle as weights, or build "
             "the model on the CPU."
         )
-    check_memory(sharding, accelerator.device, model)
     _say_size(model, class_name)
 
-    if sharding.is_sharded:
+    if ranks.is_sharded:
         place_sharded(ranks, model, bundle.weights or ())
     else:
         empty = {name: p for name, p in model.named_parameters() if p.is_meta}
-        _make_real(empty.values(), accelerator.device)
+        _make_real(empty.values(), ranks.device)
         fill(empty, bundle.weights or ())
         if not is_quantized:  # bitsandbytes places quantized models itself
-            model.to(accelerator.device)
+            model.to(ranks.device)
     bundle.check()
     bundle.objective.check(model)
     return bundle
@@ -84,16 +81,8 @@ def place_sharded(ranks: Ranks, model: nn.Module, weights: Weights) -> None:
         UserError: if the model has no blocks.
     """
     shard(ranks.accelerator, model)
-    _load_shards(ranks.accelerator, model, weights)
-    _say_sharding(ranks.sharding, model)
 
-
-def _load_shards(accelerator: Accelerator, model: nn.Module, weights: Weights) -> None:
-    """Allocate this rank's shards of a model, and load their weights."""
-    offload = accelerator.state.fsdp_plugin.cpu_offload
-    is_offloaded = isinstance(offload, CPUOffloadPolicy)
-    device = torch.device("cpu") if is_offloaded else accelerator.device
-
+    device = torch.device("cpu") if ranks.sharding.cpu_offload else ranks.device
     empty = {name: p for name, p in model.named_parameters() if p.is_meta}
     _make_real(empty.values(), device)
     model.to(device)  # FSDP2 notices here that its parameters have new memory
@@ -101,10 +90,11 @@ def _load_shards(accelerator: Accelerator, model: nn.Module, weights: Weights) -
     # Buffers are not offloaded.
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(accelerator.device))
+            setattr(module, name, buffer.to(ranks.device))
 
     fill(empty, weights)
     _give_addresses(model)
+    _say_sharding(ranks.sharding, model)
 
 
 def _give_addresses(model: nn.Module) -> None:
@@ -127,36 +117,6 @@ def _make_real(parameters: Iterable[nn.Parameter], device: torch.device) -> None
     for parameter in parameters:
         real = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
-
-
-def check_memory(sharding: Sharding, device: torch.device, model: nn.Module) -> None:
-    """Check that the GPU has the least memory that a run needs.
-
-    This is the memory for weights and gradients. The state of an optimizer may be small. The check
-    allocates nothing.
-
-    Raises:
-        UserError: if the GPU has less memory.
-    """
-    if device.type != "cuda" or sharding.cpu_offload:
-        return
-
-    weights = 0.0
-    gradients = 0.0
-    for parameter in model.parameters():
-        size = parameter.numel() * parameter.element_size() / sharding.shards
-        weights += size
-        if parameter.requires_grad:
-            gradients += size
-    available = int(torch.cuda.get_device_properties(device).total_memory)
-    if weights + gradients > available:
-        raise UserError(
-            f"each process needs at least {(weights + gradients) / _GIB:.1f} GiB, but this GPU has "
-            f"{available / _GIB:.1f}: {weights / _GIB:.1f} GiB for weights, {gradients / _GIB:.1f} "
-            "for gradients, and more for the optimizer and for activations. Shard the model over "
-            f"more processes ({shipped_config('fsdp2')}), or use fewer bytes for each weight; "
-            "llmtrain plan --fit shows how."
-        )
 
 
 def parameter_bytes(model: nn.Module) -> tuple[int, int]:
@@ -201,3 +161,42 @@ def _say_sharding(sharding: Sharding, model: nn.Module) -> None:
         f"FSDP2 over {replicas}{sharding.shards} processes in {units} units; "
         f"this process holds {local / _MIB:.2f} of {full / _MIB:.2f} MiB of weights",
     )
+
+
+def engine_for(
+    ranks: Ranks,
+    model: nn.Module,
+    objective: Objective,
+    config: ParallelConfig,
+    accumulation: int,
+) -> Engine:
+    """Return the engine for the parallel method that the accelerate config asks for.
+
+    Args:
+        ranks: the ranks that train the model.
+        model: the model that ``accelerator.prepare`` returned.
+        objective: the loss that is minimised.
+        config: how ranks exchange gradients.
+        accumulation: how many micro-batches a step has.
+    """
+    if config.bitwise:
+        return BitwiseEngine(ranks, model, objective=objective)
+
+    if not ranks.is_sharded:
+        return ReplicatedEngine(
+            ranks,
+            model,
+            objective=objective,
+            sync_each_batch=config.sync_each_batch,
+            comm_hook=config.ddp_comm_hook,
+        )
+
+    if accumulation > 1 and not config.sync_each_batch:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        say(
+            "gradients",
+            f"add up in full over {accumulation} micro-batches, "
+            f"{4 * trained / 2**20:.1f} MiB per process, and are reduced once; "
+            "with --sync_each_batch a process holds only its shard",
+        )
+    return ShardedEngine(ranks, model, objective=objective, sync_each_batch=config.sync_each_batch)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,18 +14,6 @@ from llmtrain.device_numbers import DeviceNumbers
 from llmtrain.errors import FailedElsewhereError, UserError, explain, first_line
 
 T = TypeVar("T")
-
-
-class _Outcome(NamedTuple, Generic[T]):
-    """What an action of one rank has led to, as the other ranks receive it.
-
-    Attributes:
-        result: what the action returned; ``None`` if it failed.
-        failure: the error that the other ranks raise; ``None`` if the action succeeded.
-    """
-
-    result: T | None = None
-    failure: Exception | None = None
 
 
 def _fixable(error: Exception) -> UserError | None:
@@ -93,25 +81,26 @@ class Team:
             FailedElsewhereError: on the ranks that did not fail, for any other failure. The rank
                 that failed raises the error itself, with its traceback.
         """
+        result: T | None = None
         failure: Exception | None = None
-        outcome: _Outcome[T]
+        failure_elsewhere: Exception | None = None  # what the other ranks raise
         try:
-            outcome = _Outcome(result=action())
+            result = action()
         except Exception as error:
             failure = _fixable(error) or error
-            outcome = _Outcome(failure=_for_other_ranks(failure, self.rank))
+            failure_elsewhere = _for_other_ranks(failure, self.rank)
 
-        outcomes = [outcome]
+        outcomes = [(result, failure_elsewhere)]
         if self.group is not None:
             outcomes *= dist.get_world_size(self.group)
-            dist.all_gather_object(outcomes, outcome, self.group)
+            dist.all_gather_object(outcomes, (result, failure_elsewhere), self.group)
 
         if failure is not None:
             raise failure
-        for outcome in outcomes:
-            if outcome.failure is not None:
-                raise outcome.failure
-        return [cast(T, outcome.result) for outcome in outcomes]
+        for _, failure_elsewhere in outcomes:
+            if failure_elsewhere is not None:
+                raise failure_elsewhere
+        return [cast(T, result) for result, _ in outcomes]
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Run ``action`` on rank 0, and return its result on all ranks.

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from llmtrain.interfaces.model_bundle import Weights
-from llmtrain.parallel.collectives import all_gather_rows, range_of, transfer
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,6 +43,34 @@ def sharded_dim(tensor: DTensor) -> int | None:
 def meta_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the meta device with the full tensor's shape and dtype."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def range_of(size: int, ranks: int, rank: int) -> range:
+    """Return which of ``size`` rows a rank holds.
+
+    All ranks hold the same number of rows, except the last ranks if the rows do not divide evenly.
+    """
+    rows = -(-size // ranks)  # of each rank but the last ones
+    return range(min(rank * rows, size), min((rank + 1) * rows, size))
+
+
+def all_gather_rows(shard: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
+    """Gather a tensor whose rows are sharded over the ranks of a group.
+
+    Args:
+        shard: this rank's rows, as many as :func:`range_of` says.
+        group: the ranks.
+        size: the rows of the full tensor.
+    """
+    # All ranks must send tensors of the same shape, so shorter shards are padded at the end.
+    ranks = dist.get_world_size(group)
+    longest = len(range_of(size, ranks, 0))
+    padding = [0, 0] * (shard.ndim - 1) + [0, longest - len(shard)]
+    padded = F.pad(shard, padding).contiguous()
+
+    shards = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(shards, padded, group)
+    return torch.cat(shards)[:size]
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -171,3 +199,11 @@ def gather_to(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
     if rank in shards:
         shards[rank].copy_(shard)
     return full.movedim(0, dim)
+
+
+def transfer(operations: list[dist.P2POp]) -> None:
+    """Send and receive, all at once, and wait until everything has arrived."""
+    if not operations:
+        return
+    for request in dist.batch_isend_irecv(operations):
+        request.wait()

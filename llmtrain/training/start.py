@@ -20,7 +20,7 @@ from llmtrain.models.dtypes import cast_weights
 from llmtrain.models.export import MODULE_CLASS, ModuleFiles
 from llmtrain.models.trainable import make_trainable
 from llmtrain.observe.replicas import check_built_weights
-from llmtrain.parallel import placement
+from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.sharding import ranks_of
 from llmtrain.planning import current_plan
 from llmtrain.seeds import seed_of
@@ -108,7 +108,7 @@ def place(
     check_built_weights(ranks, bundle.model)
     _set_trained_dtype(bundle, settings.optim, accelerator.mixed_precision)
     choose_recomputation(ranks, bundle, settings, layout, rows.positions)
-    return placement.place(accelerator, bundle)
+    return move_to_devices(ranks, bundle)
 
 
 @contextlib.contextmanager

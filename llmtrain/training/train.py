@@ -6,7 +6,7 @@ from torch import nn
 
 from llmtrain.console import say
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.engine_choice import engine_for
+from llmtrain.parallel.placement import engine_for
 from llmtrain.training.callbacks import loop_callbacks
 from llmtrain.training.checks import (
     check_model,

@@ -25,7 +25,7 @@ from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.padded_sizes import padded_size
-from llmtrain.parallel.placement import place
+from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.sharding import TrainingAccelerator
 from tests.data.batches import micro_batches_of, shares_of_steps
 from tests.models.some_rows import SomeRows
@@ -410,7 +410,7 @@ def test_trimming_changes_neither_loss_nor_gradient(rows, family, dtype, roundin
     config = ModelConfig(from_config=family, max_length=64, config_overrides=sizes)
     data = SomeRows(tokenizer, is_packed=False)
     loaded = load_model(config, None, data, seed=0, precision="no")
-    bundle = place(TrainingAccelerator(cpu=True), loaded)
+    bundle = move_to_devices(TrainingAccelerator(cpu=True).ranks, loaded)
     model = bundle.model.to(dtype).train()
 
     slots = [*(Slot(i, i) for i in range(7)), Slot(7, None)]

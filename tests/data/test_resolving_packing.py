@@ -12,7 +12,7 @@ from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.models import model_classes
 from llmtrain.models.config import ModelConfig
-from llmtrain.parallel.placement import place
+from llmtrain.parallel.placement import move_to_devices
 from recipes import finetune, preference
 from tests.data.preparation import log_lines, write_records
 
@@ -73,7 +73,7 @@ def test_the_verdict_on_a_class_decides_and_is_logged(
     capsys: Capture,
 ) -> None:
     settings, rows = prepare_rows(recipe, tmp_path, family)
-    place(accelerator, recipe.build(settings, rows, "no"))
+    move_to_devices(accelerator.ranks, recipe.build(settings, rows, "no"))
 
     assert rows.decided["packing"] is rows.is_packed is is_packed
     assert rows.metadata.shared == is_shared
@@ -155,4 +155,4 @@ def test_forced_packing_of_a_class_that_leaks_is_an_error_when_the_model_is_plac
     settings, rows = prepare_rows(finetune, tmp_path, "mamba2", "--packing")
     assert rows.is_packed
     with pytest.raises(UserError, match=r"^Mamba2For\w+ .*--no_packing"):
-        place(accelerator, finetune.build(settings, rows, "no"))
+        move_to_devices(accelerator.ranks, finetune.build(settings, rows, "no"))

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerFast
 
 import llmtrain as lt
-from llmtrain.parallel.placement import place
+from llmtrain.parallel.placement import move_to_devices
 from tests.models.small_models import byte_tokenizer
 from tests.models.some_rows import SomeRows
 
@@ -37,6 +37,8 @@ def load(accelerator: Accelerator) -> Callable[..., lt.ModelBundle]:
         )
         if metadata is not None:
             rows.metadata = metadata
-        return place(accelerator, lt.load_model(config, lora, rows, 3, precision, **options))
+        return move_to_devices(
+            accelerator.ranks, lt.load_model(config, lora, rows, 3, precision, **options)
+        )
 
     return load

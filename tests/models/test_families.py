@@ -32,7 +32,7 @@ from llmtrain.models.documents import Documents
 from llmtrain.models.lora import add_lora
 from llmtrain.models.probe import leaks, probe, probe_output
 from llmtrain.models.weight_loading import random_weights
-from llmtrain.parallel.placement import place
+from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.sharding import TrainingAccelerator
 from llmtrain.parallel.shards import fill
 from llmtrain.record.saver import write_model
@@ -328,7 +328,7 @@ def load_in(accelerator: Accelerator, family: str, packed: bool) -> lt.ModelBund
     rows = SomeRows(byte_tokenizer(), is_packed=packed)
     config = lt.ModelConfig(from_config=family, max_length=64)
     precision = accelerator.mixed_precision
-    return place(accelerator, lt.load_model(config, None, rows, 0, precision))
+    return move_to_devices(accelerator.ranks, lt.load_model(config, None, rows, 0, precision))
 
 
 # A frozen base may be bfloat16.
@@ -473,7 +473,7 @@ def test_a_placed_model_is_the_one_that_transformers_builds_at_once(
     bundle = lt.load_model(config, lora, rows, 3, "no")
     if lora is None and not has_new_tokens:
         assert all(parameter.is_meta for parameter in bundle.model.parameters())
-    model = place(accelerator, bundle).model
+    model = move_to_devices(accelerator.ranks, bundle).model
 
     expected = built_at_once(base, lora, tokenizer)
     assert description(model.named_parameters()) == description(expected.named_parameters())

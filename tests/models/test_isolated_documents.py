@@ -10,7 +10,7 @@ import llmtrain as lt
 from llmtrain.data.loader import train_loader
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
-from llmtrain.parallel.placement import place
+from llmtrain.parallel.placement import move_to_devices
 from llmtrain.training.start import place as place_recipe
 from tests.data.preparation import TEXTS, tokenize_texts
 from tests.models.small_models import perturbed, small_model
@@ -126,7 +126,7 @@ def test_a_class_that_leaks_is_refused_for_isolated_text(
 ) -> None:
     config = lt.ModelConfig(from_config="opt", max_length=BLOCK_SIZE)
     with pytest.raises(UserError, match="or for text leave --isolate_documents out"):
-        place(accelerator, lt.load_model(config, None, rows, 0, "no"))
+        move_to_devices(accelerator.ranks, lt.load_model(config, None, rows, 0, "no"))
 
 
 # --- custom models

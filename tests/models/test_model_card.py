@@ -14,7 +14,7 @@ import llmtrain as lt
 from llmtrain.data.loader import LocalBatches
 from llmtrain.data.order import Slot
 from llmtrain.models.export import scoring_code
-from llmtrain.parallel.placement import place
+from llmtrain.parallel.placement import move_to_devices
 from tests.families import OVERRIDES
 from tests.models.small_models import byte_tokenizer, export_model
 
@@ -55,7 +55,7 @@ def build(
         config = lt.ModelConfig(from_config="llama", config_overrides=overrides, max_length=128)
         preference = lt.PreferenceConfig(loss_type=["reward"])
         bundle = lt.load_model(config, None, rows, 3, "no", preference=preference)
-        return place(accelerator, bundle), rows
+        return move_to_devices(accelerator.ranks, bundle), rows
 
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
     return build

@@ -25,7 +25,7 @@ from llmtrain.models.weight_loading import (
     random_weights,
     stored_weights,
 )
-from llmtrain.parallel.placement import place
+from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.sharding import TrainingAccelerator
 from tests.families import FAMILIES
 from tests.models.small_models import byte_tokenizer, twins
@@ -302,7 +302,7 @@ def test_no_tensor_of_a_placed_model_is_left_as_it_was_allocated_or_mapped_from_
 
     monkeypatch.setattr(torch, "empty_like", filled_with_nan)
     bundle = lt.load_model(config, lora=None, rows=rows, seed=0, precision="no")
-    model: Any = place(TrainingAccelerator(cpu=True), bundle).model
+    model: Any = move_to_devices(TrainingAccelerator(cpu=True).ranks, bundle).model
 
     path = tmp_path / "model.safetensors"
     with path.open("r+b") as file:

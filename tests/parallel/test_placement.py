@@ -1,6 +1,5 @@
 """A new model gets its memory and its weights, and its repeated blocks are found."""
 
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -13,7 +12,7 @@ from llmtrain.interfaces.model_bundle import ModelBundle, ModelFormat
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.blocks import block_classes, blocks_of
-from llmtrain.parallel.placement import check_memory, place
+from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.ranks import Sharding
 from llmtrain.parallel.sharding import TrainingAccelerator
 
@@ -35,7 +34,7 @@ def test_a_model_without_memory_gets_its_weights(
         weights_are_there.append(not model.weight.is_meta)
 
     weights = iter([("bias", torch.ones(3)), ("weight", weight)])
-    placed = place(accelerator, ModelBundle(model, FILES, weights, check=check))
+    placed = move_to_devices(accelerator.ranks, ModelBundle(model, FILES, weights, check=check))
 
     assert placed.model is model
     assert torch.equal(model.weight, weight)
@@ -52,7 +51,7 @@ def test_a_model_without_memory_needs_weights(sharding: Sharding | None) -> None
     accelerator = TrainingAccelerator(sharding, cpu=True)
 
     with pytest.raises(UserError, match=r"Linear has .* such as weight; pass their names"):
-        place(accelerator, ModelBundle(model, FILES))
+        move_to_devices(accelerator.ranks, ModelBundle(model, FILES))
 
 
 def test_quantized_weights_are_not_sharded() -> None:
@@ -62,24 +61,7 @@ def test_quantized_weights_are_not_sharded() -> None:
 
     message = r"--load_in_4bit weights cannot be sharded; use a DDP config"
     with pytest.raises(UserError, match=message):
-        place(accelerator, ModelBundle(quantized, FILES))
-
-
-def test_a_gpu_that_is_too_small_is_an_error_before_the_weights_are_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with torch.device("meta"):
-        model = nn.Linear(2**14, 2**14, bias=False)  # 1 GiB
-    one_process = Sharding(replicas=1, shards=1)
-    gpu = torch.device("cuda")
-    properties = SimpleNamespace(total_memory=1.9 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-
-    with pytest.raises(UserError, match=r"at least 2\.0 GiB, but this GPU has 1\.9"):
-        check_memory(one_process, gpu, model)
-
-    model.requires_grad_(False)
-    check_memory(one_process, gpu, model)  # it has no gradients
+        move_to_devices(accelerator.ranks, ModelBundle(quantized, FILES))
 
 
 # --- layouts and registered objects

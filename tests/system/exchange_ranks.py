@@ -21,9 +21,8 @@ from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.objective import StepTotals
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.parallel.collectives import BucketAverage, BucketFuture
 from llmtrain.parallel.ddp import DDPHandler, ReplicatedEngine
-from llmtrain.parallel.engine import Engine
+from llmtrain.parallel.engine import BucketAverage, BucketFuture, Engine
 from llmtrain.parallel.sharding import ranks_of
 from llmtrain.training.step import train_step
 

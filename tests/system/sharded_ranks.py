@@ -37,10 +37,9 @@ from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.blocks import HasEmbeddings
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.engine_choice import engine_for
 from llmtrain.parallel.fsdp import parameter_groups
 from llmtrain.parallel.gradient_syncs import GradientSyncs
-from llmtrain.parallel.placement import parameter_bytes, place
+from llmtrain.parallel.placement import engine_for, move_to_devices, parameter_bytes
 from llmtrain.parallel.sharding import ranks_of
 from llmtrain.record.saver import write_model
 from llmtrain.training.step import train_step
@@ -143,7 +142,9 @@ def build_model(case: Case, accelerator: Accelerator, bases: Path) -> ModelBundl
         )
     else:
         config = ModelConfig(from_config=case.model, config_overrides=OVERRIDES, max_length=LENGTH)
-    bundle = place(accelerator, load_model(config, case.lora, rows, 3, accelerator.mixed_precision))
+    bundle = move_to_devices(
+        accelerator.ranks, load_model(config, case.lora, rows, 3, accelerator.mixed_precision)
+    )
     # The random numbers of these modules depend on the layout.
     for module in bundle.model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -164,7 +165,9 @@ def build_own_model(case: Case, accelerator: Accelerator, dropout: float = 0.0) 
     )
     with torch.device("meta"):
         gpt = build_gpt(config, 300)
-    return place(accelerator, gpt.bundle(byte_tokenizer(), trained_on="nothing", seed=3))
+    return move_to_devices(
+        accelerator.ranks, gpt.bundle(byte_tokenizer(), trained_on="nothing", seed=3)
+    )
 
 
 def micro_batches_of(engine: Engine, case: Case, step: int) -> list[Batch]:

@@ -18,8 +18,7 @@ from llmtrain import GPT, GPTConfig, ModelBundle, launch
 from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.engine_choice import engine_for
-from llmtrain.parallel.placement import place
+from llmtrain.parallel.placement import engine_for, move_to_devices
 from llmtrain.parallel.sharding import ranks_of
 from llmtrain.parallel.shards import fill, local_shard
 from llmtrain.record.checkpoint import read_structure
@@ -83,7 +82,7 @@ class Training:
         with torch.device("meta"):
             model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=width, block_size=8), VOCABULARY)
         bundle = ModelBundle(model, Files(), model.initial_weights(1))
-        place(accelerator, bundle)
+        move_to_devices(accelerator.ranks, bundle)
         prepared, self.optimizer = accelerator.prepare(model, OPTIMIZERS[name](model))
         self.engine = engine_for(
             ranks_of(accelerator),

@@ -14,7 +14,7 @@ from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.placement import place
+from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.sharding import TrainingAccelerator
 from llmtrain.training import compiling
 from llmtrain.training.callbacks import WarmUp
@@ -198,7 +198,7 @@ def test_packed_rows_share_one_graph_wherever_documents_begin(counter: GraphCoun
         seed=0,
         precision="no",
     )
-    bundle = place(TrainingAccelerator(cpu=True), bundle)
+    bundle = move_to_devices(TrainingAccelerator(cpu=True).ranks, bundle)
     model = bundle.model.train()
     compiling._compile(model, counter)
 

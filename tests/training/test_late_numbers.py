@@ -19,7 +19,7 @@ from llmtrain.device_numbers import DeviceScalars
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
-from llmtrain.parallel.sharding import Sharding
+from llmtrain.parallel.ranks import Sharding
 from llmtrain.record.history import read_lines
 from llmtrain.training import step
 from llmtrain.training.adamw import EightBitAdamW

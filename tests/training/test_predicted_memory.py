@@ -16,7 +16,7 @@ from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.parallel.placement import place
+from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.ranks import Sharding
 from llmtrain.training import activations
 from llmtrain.training.activations import ActivationBytes, MicroBatch, count_activations
@@ -189,7 +189,7 @@ def test_the_activations_of_experts_are_those_that_autograd_saves(
     bundle = load_model(config, lora=None, rows=rows_of(byte_tokenizer(32)), seed=3, precision="no")
     counted = count_activations(bundle.model, bundle.objective, MicroBatch(2, POSITIONS))
 
-    model = place(accelerator, bundle).model.train()
+    model = move_to_devices(accelerator.ranks, bundle).model.train()
     weights = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     saved_bytes: dict[int, int] = {}  # of each storage, by its address
 

@@ -24,7 +24,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.preference import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.placement import place
+from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.sharding import ranks_of
 from llmtrain.record.saver import write_model
 from llmtrain.training.reference import with_reference
@@ -87,7 +87,7 @@ class ReferenceRun:
         bundle = load_model(
             SMALL_LLAMA, lora=None, rows=self.rows, seed=seed, precision="no", preference=preference
         )
-        return place(self.ranks.accelerator, bundle)
+        return move_to_devices(self.ranks, bundle)
 
     def add_reference(
         self, bundle: ModelBundle, seed: int = 0, most_passes: int | None = None
@@ -272,7 +272,7 @@ def test_a_column_that_was_interrupted_is_continued(
 @pytest.fixture
 def base_model(accelerator: Accelerator, rows: Tokenized, tmp_path: Path) -> Path:
     bundle = load_model(SMALL_LLAMA, lora=None, rows=rows, seed=0, precision="no")
-    bundle = place(accelerator, bundle)
+    bundle = move_to_devices(accelerator.ranks, bundle)
     folder = tmp_path / "base"
     write_model(folder, bundle.files, bundle.files.export_tensors(bundle.model))
     return folder
@@ -307,7 +307,7 @@ def test_an_adapter_that_is_trained_further_is_compared_with_itself(
             precision="no",
             preference=PreferenceConfig(loss_type=["sigmoid"]),
         )
-        placed = place(run.ranks.accelerator, bundle)
+        placed = move_to_devices(run.ranks, bundle)
         return reference_of(with_reference(run.ranks, 0, rows, placed).train)
 
     of_base_model = column_of(str(base_model))

@@ -16,8 +16,9 @@ from llmtrain.devices import Device
 from llmtrain.parallel.ranks import Sharding
 from llmtrain.training.predicted_memory import Memory
 
-# If DDP chooses the size of its buckets, it closes the first at this size, to send it early.
+# If DDP chooses the size of its buckets, it closes the first early, to send it early.
 _FIRST_BUCKET_MIB = 1.0
+_BUCKET_MIB = 25.0
 # FSDP2 begins to gather a unit when the last unit but one before it begins to compute.
 _PREFETCHED_UNITS = 2
 # The part of an Ethernet frame that is TCP's payload. A frame has 14 bytes and a packet of 1,500
@@ -329,10 +330,8 @@ def ddp_buckets(memory: Memory) -> list[float]:
 
     The gradients of the last layers come first.
     """
-    parallel = memory.recipe.settings.parallel
-    cap_mib = parallel.ddp_bucket_cap_mb
-    first_mib = _FIRST_BUCKET_MIB if parallel.bucket_mib is None else cap_mib
-    limit = first_mib * 2**20
+    chosen_mib = memory.recipe.settings.parallel.ddp_bucket_cap_mb
+    limit = (chosen_mib or _FIRST_BUCKET_MIB) * 2**20
     buckets = []
     size = 0.0
     for parameter in reversed(memory.parameters):
@@ -342,7 +341,7 @@ def ddp_buckets(memory: Memory) -> list[float]:
         if size >= limit:
             buckets.append(size)
             size = 0.0
-            limit = cap_mib * 2**20
+            limit = (chosen_mib or _BUCKET_MIB) * 2**20
     if size:
         buckets.append(size)
     return buckets

@@ -79,17 +79,14 @@ def test_nccl_has_a_tree_over_many_machines() -> None:
 MIB_OF_FLOATS = 2**18
 
 
-def memory_of(sizes: list[int], bucket_mib: float = 25.0, is_set: bool = False) -> Memory:
+def memory_of(sizes: list[int], bucket_mib: float | None = None) -> Memory:
     """Stand for the memory of a model.
 
     Args:
         sizes: the number of float32 values of each parameter, which is a unit of FSDP2.
-        bucket_mib: the size of DDP's buckets.
-        is_set: whether the user has set this size.
+        bucket_mib: the size of DDP's buckets; ``None`` for DDP's own.
     """
     parallel = ParallelConfig(ddp_bucket_cap_mb=bucket_mib)
-    if is_set:
-        parallel.origins = {"ddp_bucket_cap_mb": "command line"}
 
     parameters = []
     units = []
@@ -109,20 +106,19 @@ def memory_of(sizes: list[int], bucket_mib: float = 25.0, is_set: bool = False) 
 
 
 @pytest.mark.parametrize(
-    ("bucket_mib", "is_set", "limits"),
+    ("bucket_mib", "limits"),
     [
         pytest.param(
-            25.0,
-            False,
+            None,
             [torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20],
             id="default, with a small first bucket",
         ),
-        pytest.param(25.0, True, [25 * 2**20], id="default, set by the user"),
-        pytest.param(0.5, True, [2**19], id="smaller than a gradient"),
+        pytest.param(25.0, [25 * 2**20], id="default, set by the user"),
+        pytest.param(0.5, [2**19], id="smaller than a gradient"),
     ],
 )
 def test_buckets_are_filled_from_the_last_parameter_as_in_torch(
-    bucket_mib: float, is_set: bool, limits: list[int]
+    bucket_mib: float | None, limits: list[int]
 ) -> None:
     sizes = [30 * MIB_OF_FLOATS, 10 * MIB_OF_FLOATS, 10 * MIB_OF_FLOATS, 3 * MIB_OF_FLOATS]
     gradients = [torch.empty(size, device="meta") for size in reversed(sizes)]
@@ -133,7 +129,7 @@ def test_buckets_are_filled_from_the_last_parameter_as_in_torch(
     for bucket in buckets:
         expected.append(sum(gradients[index].nbytes for index in bucket))
 
-    assert ddp_buckets(memory_of(sizes, bucket_mib, is_set)) == expected
+    assert ddp_buckets(memory_of(sizes, bucket_mib)) == expected
 
 
 FORWARD = 0.1  # seconds of a row
@@ -167,7 +163,7 @@ def test_a_step_under_ddp_sends_gradients_once(accumulation: int) -> None:
 
 def test_the_backward_pass_hides_the_buckets_that_ddp_sends_meanwhile() -> None:
     """Each of three buckets is sent in 1.5 s, the first while the others are computed."""
-    memory = memory_of([MIB_OF_FLOATS] * 3, bucket_mib=1.0, is_set=True)
+    memory = memory_of([MIB_OF_FLOATS] * 3, bucket_mib=1.0)
     slow = COMPUTE._replace(backward=3.0)  # 6 s for two rows, and 2 s for the part of a bucket
 
     step = step_under(Sharding(replicas=4, shards=1), memory, accumulation=1, compute=slow)
