@@ -27,7 +27,7 @@ from llmtrain.data.loader import train_loader
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
 from llmtrain.parallel.ddp import ReplicatedEngine
-from llmtrain.parallel.sharding import ranks_of
+from llmtrain.parallel.ranks import ranks_of
 from llmtrain.training.step import train_step
 
 # The loader, and a step to compare it with.

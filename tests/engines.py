@@ -9,7 +9,7 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.objective import Objective
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.ddp import ReplicatedEngine
-from llmtrain.parallel.sharding import ranks_of
+from llmtrain.parallel.ranks import ranks_of
 from llmtrain.training.loop import Loop
 from llmtrain.training.periodic import Finish
 from llmtrain.training.run import Run

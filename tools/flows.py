@@ -97,7 +97,7 @@ def first_loss(folder: Path) -> Callable[[], Any]:
 
     import llmtrain as lt
     from llmtrain.parallel.placement import move_to_devices
-    from llmtrain.parallel.sharding import TrainingAccelerator
+    from llmtrain.parallel.ranks import TrainingAccelerator
 
     rows = rows_of_chats(folder)()
     [batch, *_] = first_batch(folder)()

@@ -21,8 +21,7 @@ from llmtrain.launching.sharding_request import is_sharding_requested, requested
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
 from llmtrain.parallel.fsdp import let_cpus_shard, sharding_settings
-from llmtrain.parallel.ranks import Sharding
-from llmtrain.parallel.sharding import TrainingAccelerator
+from llmtrain.parallel.ranks import Sharding, TrainingAccelerator
 from llmtrain.shipped import shipped_config
 
 

@@ -18,7 +18,7 @@ from llmtrain import GPT, GPTConfig, Objective, OptimConfig, ParallelConfig, mak
 from llmtrain.errors import UserError
 from llmtrain.launching.children import start_command
 from llmtrain.parallel.placement import engine_for, place_sharded
-from llmtrain.parallel.sharding import ranks_of
+from llmtrain.parallel.ranks import ranks_of
 from llmtrain.shipped import shipped_folder
 
 # The columns of a micro-batch.

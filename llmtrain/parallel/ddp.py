@@ -82,6 +82,11 @@ class ReplicatedEngine(Engine):
             dtype = str(COMPRESSED_TO[comm_hook]).removeprefix("torch.")
             say("exchange", f"approximate: gradients are added up in {dtype}")
 
+    @property
+    def reduces_gradients(self) -> bool:
+        is_ddp = isinstance(self.model, DistributedDataParallel)
+        return is_ddp and bool(self.model.require_backward_grad_sync)
+
     def _register_hook(self) -> None:
         """Let this engine average the buckets of DDP.
 

@@ -72,6 +72,9 @@ class Engine:
         self.objective = objective or Objective()
         self.sync_each_batch = sync_each_batch
         self.phases = Phases(self.device, model)
+        # Backward passes of the last step that have reduced gradients over the ranks. However many
+        # micro-batches a step has, it needs one. More would change no number, and take longer.
+        self.gradient_syncs = 0
 
     # --- passes through the model
 
@@ -201,11 +204,13 @@ class Engine:
         scale = self.ranks.world_size
         loss_sum = torch.zeros((), device=self.device)
         metric_sums: dict[str, Tensor] = {}
+        self.gradient_syncs = 0
         for i, batch in enumerate(batches):
             is_last = i == len(batches) - 1
             reduces = is_last or self.sync_each_batch
             sync_context = contextlib.nullcontext() if reduces else self.no_sync()
             with sync_context:
+                self.gradient_syncs += self.reduces_gradients
                 sums = self.loss(batch, extra)
                 # Accelerate divides this by its gradient_accumulation_steps, which is 1 here.
                 divisor = self._divisor(totals).to(sums.loss.dtype)
@@ -222,6 +227,11 @@ class Engine:
             self.phases.begin("backward")
             return divisor
         return totals.divisor
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether a backward pass now reduces its gradients over the ranks."""
+        return False
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a backward pass reduces no gradients."""

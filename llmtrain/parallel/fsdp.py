@@ -208,6 +208,14 @@ def parameter_groups(model: nn.Module) -> "list[FSDPParamGroup]":
 class ShardedEngine(Engine):
     """Every rank holds a shard of the weights, of their gradients and of the optimizer state."""
 
+    @property
+    def reduces_gradients(self) -> bool:
+        return any(group.reduce_grads for group in self._parameter_groups)
+
+    @functools.cached_property
+    def _parameter_groups(self) -> "list[FSDPParamGroup]":
+        return parameter_groups(self.model)
+
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         norm = super().clip_grad_norm(max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -16,7 +16,6 @@ from llmtrain.observe.heartbeat import Heartbeat
 from llmtrain.observe.progress import ProgressBar
 from llmtrain.observe.rising_loss import RisingLoss
 from llmtrain.observe.xray import WARM_UP_PHASE, XRay
-from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.record.history import as_numbers, read_lines
 from llmtrain.training.compiling import compile_blocks, is_worth_compiling
 from llmtrain.training.loop import Loop, LoopCallback
@@ -35,7 +34,6 @@ def loop_callbacks(
     run = loop.run
     engine = loop.engine
     settings = run.settings
-    syncs = None
 
     callbacks: list[Callback] = [
         loop.throughput,
@@ -56,15 +54,12 @@ def loop_callbacks(
         WarmUp(loop),
     ]
     if settings.log.log_rows:
-        # It counts from the beginning of a step, so it comes after those that make passes there.
-        syncs = GradientSyncs(engine.model)
-        callbacks.append(syncs)
         callbacks.append(RowLedger(loop))
 
     # A step is logged before the evaluation that follows it.
     if not run.rows.in_order:
         callbacks.append(LossWatch(loop))
-    callbacks.append(Logging(loop, syncs))
+    callbacks.append(Logging(loop))
     if settings.log.xray_range is not None:
         callbacks.append(XRayRecording(loop, settings.log.xray_range))
     if eval_batches is not None and settings.eval.eval_steps > 0:

@@ -10,7 +10,7 @@ from torch import nn
 from llmtrain.console import note, say
 from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
-from llmtrain.parallel.sharding import TrainingAccelerator
+from llmtrain.parallel.ranks import TrainingAccelerator
 from llmtrain.training.learning_rates import LearningRates, floor_of, rate_at
 from llmtrain.training.optim import is_made_by_flag, keeps_small_updates
 from llmtrain.training.run import Run

@@ -21,8 +21,7 @@ from llmtrain.interfaces.schedule import Schedule, ScheduleFunction
 from llmtrain.json_types import JsonObject
 from llmtrain.launching.process import check_first_run, leave_group, seconds_since_start
 from llmtrain.parallel.placement import parameter_counts
-from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.sharding import ranks_of
+from llmtrain.parallel.ranks import Ranks, ranks_of
 from llmtrain.planning import current_plan
 from llmtrain.record.folder import RunFolder
 from llmtrain.record.history import History

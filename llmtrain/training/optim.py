@@ -12,7 +12,7 @@ from torch import nn
 from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
 from llmtrain.models.gpt import Projection
-from llmtrain.parallel.sharding import TrainingAccelerator, ranks_of
+from llmtrain.parallel.ranks import TrainingAccelerator, ranks_of
 from llmtrain.shipped import shipped_config
 from llmtrain.training.adamw import CompactAdamW, EightBitAdamW
 from llmtrain.training.device_skip import can_skip_on_device, found_inf_of, skipped_on_device

@@ -21,7 +21,7 @@ from llmtrain.models.export import MODULE_CLASS, ModuleFiles
 from llmtrain.models.trainable import make_trainable
 from llmtrain.observe.replicas import check_built_weights
 from llmtrain.parallel.placement import move_to_devices
-from llmtrain.parallel.sharding import ranks_of
+from llmtrain.parallel.ranks import ranks_of
 from llmtrain.planning import current_plan
 from llmtrain.seeds import seed_of
 from llmtrain.training.auto_recomputation import choose_recomputation

@@ -13,7 +13,6 @@ from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.interfaces.part import name_of
 from llmtrain.json_types import JsonObject
 from llmtrain.observe.stragglers import Stragglers
-from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.phase_names import PHASES
 from llmtrain.training.evaluate import add_metrics, as_numbers_by_name
 from llmtrain.training.loop import Loop, LoopCallback
@@ -26,9 +25,8 @@ class Logging(LoopCallback):
     host, which may be during the next step.
     """
 
-    def __init__(self, loop: Loop, syncs: GradientSyncs | None) -> None:
+    def __init__(self, loop: Loop) -> None:
         super().__init__(loop)
-        self.syncs = syncs
         self.stragglers = Stragglers()
         self._measurements: _Measurements | None = None  # of a step that is not logged yet
 
@@ -67,7 +65,7 @@ class Logging(LoopCallback):
                 **self._of_ranks(step, measurements.read_by_rank()),
             },
         )
-        if measurements.syncs is not None:
+        if self.run.settings.log.log_rows:
             add_metrics(entry, {"train/gradient_syncs": measurements.syncs})
         self.loop.log(entry)
 
@@ -101,7 +99,7 @@ class Logging(LoopCallback):
             extra=result.extra,
             read_by_rank=read_by_rank,
             rates=self.run.rates.logged(),
-            syncs=None if self.syncs is None else self.syncs.count,
+            syncs=self.engine.gradient_syncs,
         )
 
     def _of_ranks(self, step: int, by_rank: dict[str, list[float]]) -> JsonObject:
@@ -136,7 +134,7 @@ class _Measurements(NamedTuple):
     extra: Batch  # what the objective's `prepass` returned
     read_by_rank: Callable[[], dict[str, list[float]]]  # numbers of all ranks by name
     rates: JsonObject  # the learning rates
-    syncs: int | None  # the syncs of gradients, if they are counted
+    syncs: int  # backward passes that reduced gradients over the ranks
 
 
 def _memory_used(device: torch.device) -> int:

@@ -26,7 +26,7 @@ from llmtrain.models.config import ModelConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.padded_sizes import padded_size
 from llmtrain.parallel.placement import move_to_devices
-from llmtrain.parallel.sharding import TrainingAccelerator
+from llmtrain.parallel.ranks import TrainingAccelerator
 from tests.data.batches import micro_batches_of, shares_of_steps
 from tests.models.some_rows import SomeRows
 

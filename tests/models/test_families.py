@@ -33,7 +33,7 @@ from llmtrain.models.lora import add_lora
 from llmtrain.models.probe import leaks, probe, probe_output
 from llmtrain.models.weight_loading import random_weights
 from llmtrain.parallel.placement import move_to_devices
-from llmtrain.parallel.sharding import TrainingAccelerator
+from llmtrain.parallel.ranks import TrainingAccelerator
 from llmtrain.parallel.shards import fill
 from llmtrain.record.saver import write_model
 from llmtrain.seeds import seed_of

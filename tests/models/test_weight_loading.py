@@ -26,7 +26,7 @@ from llmtrain.models.weight_loading import (
     stored_weights,
 )
 from llmtrain.parallel.placement import move_to_devices
-from llmtrain.parallel.sharding import TrainingAccelerator
+from llmtrain.parallel.ranks import TrainingAccelerator
 from tests.families import FAMILIES
 from tests.models.small_models import byte_tokenizer, twins
 from tests.models.some_rows import SomeRows

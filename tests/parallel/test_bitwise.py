@@ -22,7 +22,7 @@ from llmtrain.models.gpt import GPT
 from llmtrain.parallel import bitwise
 from llmtrain.parallel.bitwise import BitwiseEngine, tree_sum
 from llmtrain.parallel.ddp import ReplicatedEngine
-from llmtrain.parallel.sharding import ranks_of
+from llmtrain.parallel.ranks import ranks_of
 from llmtrain.training.layout import Layout
 from tests.engines import split
 

@@ -13,8 +13,7 @@ from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.blocks import block_classes, blocks_of
 from llmtrain.parallel.placement import move_to_devices
-from llmtrain.parallel.ranks import Sharding
-from llmtrain.parallel.sharding import TrainingAccelerator
+from llmtrain.parallel.ranks import Sharding, TrainingAccelerator
 
 FILES = cast(ModelFormat, None)  # not used
 TWO_SHARDS = Sharding(replicas=1, shards=2)

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llmtrain.files import copy_lines_up_to
-from llmtrain.parallel.sharding import ranks_of
+from llmtrain.parallel.ranks import ranks_of
 from llmtrain.record import tracking
 from llmtrain.record.trackers.tracker import TrackedRun, Tracker
 from llmtrain.record.tracking import Metrics

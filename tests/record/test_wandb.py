@@ -11,8 +11,7 @@ import pytest
 import wandb
 from accelerate import Accelerator
 
-from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.sharding import ranks_of
+from llmtrain.parallel.ranks import Ranks, ranks_of
 from llmtrain.record.history import read_lines
 from llmtrain.record.trackers import weights_and_biases
 from llmtrain.record.trackers.tracker import TrackedRun

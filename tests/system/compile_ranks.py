@@ -12,7 +12,7 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import ShardedEngine
-from llmtrain.parallel.sharding import ranks_of
+from llmtrain.parallel.ranks import ranks_of
 from llmtrain.parallel.shards import full_tensor
 from llmtrain.training import compiling
 from tests.system.sharded_ranks import LENGTH, Case, build_own_model

@@ -23,7 +23,7 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
-from llmtrain.parallel.sharding import ranks_of
+from llmtrain.parallel.ranks import ranks_of
 from llmtrain.training.learning_rates import rate_at
 from llmtrain.training.step import train_step
 from tests.engines import split

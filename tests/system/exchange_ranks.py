@@ -23,7 +23,7 @@ from llmtrain.interfaces.objective import StepTotals
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.ddp import DDPHandler, ReplicatedEngine
 from llmtrain.parallel.engine import BucketAverage, BucketFuture, Engine
-from llmtrain.parallel.sharding import ranks_of
+from llmtrain.parallel.ranks import ranks_of
 from llmtrain.training.step import train_step
 
 VOCABULARY = 300

@@ -38,9 +38,8 @@ from llmtrain.parallel.blocks import HasEmbeddings
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import parameter_groups
-from llmtrain.parallel.gradient_syncs import GradientSyncs
 from llmtrain.parallel.placement import engine_for, move_to_devices, parameter_bytes
-from llmtrain.parallel.sharding import ranks_of
+from llmtrain.parallel.ranks import ranks_of
 from llmtrain.record.saver import write_model
 from llmtrain.training.step import train_step
 from tests.engines import split
@@ -249,20 +248,16 @@ def train(
         "local_share": local_bytes / total_bytes,
         "is_tied": isinstance(model, HasEmbeddings) and has_tied_embeddings(model),
     }
-    syncs = GradientSyncs(prepared)
-    step_info: Any = None  # GradientSyncs does not read it
-    with syncs.context():
-        for step in range(steps):
-            syncs.on_step_begin(step_info)
-            REDUCE_SCATTERS.count = 0
-            batches = micro_batches_of(engine, case, step)
-            result = train_step(engine, optimizer, batches, max_grad_norm=1.0)
+    for step in range(steps):
+        REDUCE_SCATTERS.count = 0
+        batches = micro_batches_of(engine, case, step)
+        result = train_step(engine, optimizer, batches, max_grad_norm=1.0)
 
-            loss_sums = engine.ranks.gather_rows(result.sums.loss[None])
-            results["losses"].append(float(loss_sums.sum() / result.denominator))
-            results["grad_norms"].append(result.grad_norm)
-            results["gradient_syncs"].append(syncs.count)
-            results["reduce_scatters"].append(REDUCE_SCATTERS.count)
+        loss_sums = engine.ranks.gather_rows(result.sums.loss[None])
+        results["losses"].append(float(loss_sums.sum() / result.denominator))
+        results["grad_norms"].append(result.grad_norm)
+        results["gradient_syncs"].append(engine.gradient_syncs)
+        results["reduce_scatters"].append(REDUCE_SCATTERS.count)
     check_replicas(ranks_of(accelerator), prepared)
     accelerator.free_memory()
     return engine, results

@@ -19,7 +19,7 @@ from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.placement import engine_for, move_to_devices
-from llmtrain.parallel.sharding import ranks_of
+from llmtrain.parallel.ranks import ranks_of
 from llmtrain.parallel.shards import fill, local_shard
 from llmtrain.record.checkpoint import read_structure
 from llmtrain.record.saver import Saver

@@ -16,7 +16,7 @@ from llmtrain.devices import RESERVED_MEMORY
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.pretrained import load_model
-from llmtrain.parallel.sharding import ranks_of
+from llmtrain.parallel.ranks import ranks_of
 from llmtrain.training import auto_recomputation
 from llmtrain.training.auto_recomputation import (
     choose_recomputation,

@@ -15,7 +15,7 @@ from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import move_to_devices
-from llmtrain.parallel.sharding import TrainingAccelerator
+from llmtrain.parallel.ranks import TrainingAccelerator
 from llmtrain.training import compiling
 from llmtrain.training.callbacks import WarmUp
 from llmtrain.training.compiling import compile_blocks, eager_code, is_worth_compiling

@@ -25,7 +25,7 @@ from llmtrain.models.preference import PreferenceConfig
 from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import move_to_devices
-from llmtrain.parallel.sharding import ranks_of
+from llmtrain.parallel.ranks import ranks_of
 from llmtrain.record.saver import write_model
 from llmtrain.training.reference import with_reference
 from llmtrain.training.rows import tokenize
