@@ -61,17 +61,8 @@ class Beat(NamedTuple):
     location: str  # the phase or the callback, and the steps made, in words
     is_waiting: bool  # whether processes wait for each other in this phase
     seconds: float  # since the phase or the callback began
-    collective: int  # how many collectives it has begun; -1 if that is unknown
     host: str
     pid: int
-
-
-class _FirstLook(NamedTuple):
-    """The beats of all processes when this one began to look for a silent process."""
-
-    beats: dict[int, Beat]
-    wait_start: float  # when the phase began in which this process waits
-    time: float
 
 
 class Heartbeat(Callback):
@@ -102,9 +93,10 @@ class Heartbeat(Callback):
         self.interval = min(timeout / _BEATS_PER_TIMEOUT, _LONGEST_INTERVAL_SECONDS)
         self.number = 0  # of beats so far
         self.store: dist.Store | None = None
+        self.beats: dict[int, Beat] = {}  # the last one of each rank that this process has seen
+        self._seen: dict[int, float] = {}  # when it first saw that beat
         self._is_over = threading.Event()
         self._has_written_stacks = False
-        self._first_look: _FirstLook | None = None
         # When the phase began for which a note was printed: one note is enough for each wait.
         self._noted_wait = 0.0
 
@@ -168,16 +160,21 @@ class Heartbeat(Callback):
         with contextlib.suppress(RuntimeError):
             self.store.set(key, value)
 
-    def _beats(self) -> dict[int, Beat]:
-        """Return the last beat of every process that has sent one, by rank."""
-        beats = {}
+    def _look(self) -> None:
+        """Read the last beat of every rank that has sent one."""
         for rank in range(self.ranks.world_size):
             text = self._get(f"llmtrain/beat/{rank}")
             if text is None:
                 continue
-            with contextlib.suppress(ValueError):
-                beats[rank] = Beat(*json.loads(text))
-        return beats
+            beat = Beat(*json.loads(text))
+            if rank not in self.beats or self.beats[rank].number != beat.number:
+                self.beats[rank] = beat
+                self._seen[rank] = time.monotonic()
+
+    def _silent_ranks(self, since: float) -> list[int]:
+        """Return the other ranks of which this process has seen no new beat since a moment."""
+        peers = [rank for rank in range(self.ranks.world_size) if rank != self.ranks.rank]
+        return [peer for peer in peers if self._seen.get(peer, 0.0) <= since]
 
     # --- the thread that sends beats and watches how long this process waits
 
@@ -196,7 +193,6 @@ class Heartbeat(Callback):
             location=self.phases.location,
             is_waiting=self.phases.is_waiting,
             seconds=time.monotonic() - self.phases.since,
-            collective=_collectives_begun(),
             host=platform.node(),
             pid=os.getpid(),
         )
@@ -226,8 +222,9 @@ class Heartbeat(Callback):
         note_is_due = seconds > min(_WARNING_SECONDS, self.timeout / 2)
         if note_is_due and self._noted_wait != wait_start:
             self._noted_wait = wait_start
-            waiting = [rank for rank, beat in self._beats().items() if beat.is_waiting]
-            is_first_to_wait = bool(waiting) and waiting[0] == self.ranks.rank
+            self._look()
+            waiting = [rank for rank, beat in sorted(self.beats.items()) if beat.is_waiting]
+            is_first_to_wait = waiting[:1] == [self.ranks.rank]
             if is_first_to_wait:  # a note from one process is enough
                 note(f"waiting for {self._describe_wait(seconds)}: {self._find_missing()}")
 
@@ -235,22 +232,13 @@ class Heartbeat(Callback):
         return f"{seconds:.0f} s in {self.phases.location}"
 
     def _some_process_is_silent(self) -> bool:
-        """Return whether a process has sent no beat since about the time this one began to wait.
+        """Return whether a process has sent no beat for as long as this one has looked.
 
         Not every backend tells the main thread that another process has died.
         """
-        beats = self._beats()
-        first_look = self._first_look
-        if first_look is None or not first_look.beats or first_look.wait_start != self.phases.since:
-            first_look = _FirstLook(beats, wait_start=self.phases.since, time=time.monotonic())
-            self._first_look = first_look
-
-        if time.monotonic() - first_look.time < _SILENCE_SECONDS:
-            return False
-        return any(
-            _is_silent(first_beat, beats.get(rank)) and not _is_stopped(first_beat)
-            for rank, first_beat in first_look.beats.items()
-        )
+        self._look()
+        silent = self._silent_ranks(since=time.monotonic() - _SILENCE_SECONDS)
+        return any(peer in self.beats and not _is_stopped(self.beats[peer]) for peer in silent)
 
     def _end_process(self, reason: str) -> None:
         """Print the reason, write the stacks, and end this process."""
@@ -279,65 +267,48 @@ class Heartbeat(Callback):
         if reason:
             return f"{reason}."
 
-        before = self._beats()
+        self._look()
+        start = time.monotonic()
         time.sleep(2 * self.interval + 1)
-        now = self._beats()
+        self._look()
         return describe_missing(
             rank=self.ranks.rank,
-            world_size=self.ranks.world_size,
             location=self.phases.location,
-            before=before,
-            now=now,
+            beats=dict(sorted(self.beats.items())),
+            silent=self._silent_ranks(since=start),
         )
 
 
-def describe_missing(
-    *,
-    rank: int,
-    world_size: int,
-    location: str,
-    before: dict[int, Beat],
-    now: dict[int, Beat],
-) -> str:
+def describe_missing(rank: int, location: str, beats: dict[int, Beat], silent: list[int]) -> str:
     """Name the processes that the others wait for.
 
-    These are the silent processes, which have sent no beat between the two looks. If there are
-    none, they are the processes that have not come to the phase in which others wait. If none wait,
-    they are the processes in another phase or step than this one.
+    These are the silent processes. If there are none, they are the processes that have not come to
+    the phase in which others wait. If none wait, they are the processes in another phase or step
+    than this one.
 
     Args:
         rank: this process.
-        world_size: the number of processes.
         location: where this process is, in words.
-        before: the beats of all processes at the first look, by rank.
-        now: their beats at the second look, several intervals later.
+        beats: the last beat of each process that has sent one, by rank.
+        silent: the ranks that have stopped to send beats.
     """
-    peers = [peer for peer in range(world_size) if peer != rank]
-    silent = [peer for peer in peers if _is_silent(before.get(peer), now.get(peer))]
-    waiting = [beat for peer, beat in now.items() if peer not in silent and beat.is_waiting]
+    alive = {peer: beat for peer, beat in beats.items() if peer not in silent}
+    waiting = [beat for beat in alive.values() if beat.is_waiting]
 
-    missing = [_describe_silent(peer, last_beat=now.get(peer)) for peer in silent]
+    missing = [_describe_silent(peer, last_beat=beats.get(peer)) for peer in silent]
     if not missing:
-        behind = [peer for peer in now if not now[peer].is_waiting] if waiting else []
-        elsewhere = [peer for peer in peers if peer in now and now[peer].location != location]
+        behind = [peer for peer in alive if not alive[peer].is_waiting] if waiting else []
+        elsewhere = [peer for peer in alive if alive[peer].location != location and peer != rank]
         missing = [
-            f"rank {peer} is in {now[peer].location}, for {now[peer].seconds:.0f} s"
+            f"rank {peer} is in {alive[peer].location}, for {alive[peer].seconds:.0f} s"
             for peer in behind or elsewhere
         ]
     if not missing:
         return "all ranks are alive, and in the same phase and step."
 
     if waiting:
-        missing.append(
-            f"the others wait in {waiting[0].location} (collective {waiting[0].collective})"
-        )
+        missing.append(f"the others wait in {waiting[0].location}")
     return "; ".join(missing) + "."
-
-
-def _is_silent(before: Beat | None, now: Beat | None) -> bool:
-    if now is None:
-        return True
-    return before is not None and before.number == now.number
 
 
 def _describe_silent(rank: int, last_beat: Beat | None) -> str:
@@ -362,17 +333,6 @@ def _is_stopped(beat: Beat) -> bool:
         if beat.host == platform.node():
             return psutil.Process(beat.pid).status() in ("stopped", "tracing-stop")
     return False
-
-
-def _collectives_begun() -> int:
-    """Return how many collectives this process has begun; -1 if there is no process group."""
-    group = dist.group.WORLD
-    if group is None:
-        return -1
-    with contextlib.suppress(RuntimeError):
-        # torch's stub lacks this method.
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    return -1
 
 
 def _is_lost_connection(error: Exception) -> bool:

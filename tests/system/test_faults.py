@@ -117,7 +117,7 @@ def lose_rank_1(command: list[str], folder: Path, fault: str) -> tuple[Ended, in
 SILENT = re.compile(
     r"waited \d+ s in the token count after step (?P<waiting>\d+): rank 1 is silent, "
     r"last seen in [\w. ]+ after step (?P<seen>\d+) \(process (?P<process>\d+) is stopped\); "
-    r"the others wait in the token count after step (?P=waiting) \(collective \d+\)\. "
+    r"the others wait in the token count after step (?P=waiting)\. "
     r"Stacks are in .*"
 )
 
