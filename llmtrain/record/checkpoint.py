@@ -30,7 +30,6 @@ from llmtrain.files import (
     ABSENCES,
     UnreadableError,
     damaged_files,
-    digest,
     names_in,
     read_object,
     read_patiently,
@@ -43,8 +42,6 @@ from llmtrain.record.run_record import check_not_newer, check_resumable, has_ver
 MANIFEST = "MANIFEST.json"
 STRUCTURE = "structure.json"  # what a state has besides tensors
 _NAME = re.compile(r"step-\d{8,}")
-# Every checkpoint has files of these names. `model` holds the weights of a model or of an adapter.
-_NEEDED_FILES = ("model/*.safetensors", "optimizer/*.safetensors")
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -136,13 +133,9 @@ def _faults(path: Path, fingerprint: str | None) -> Iterator[str]:
     present = file_names(path)
     if MANIFEST not in present:
         yield f"{MANIFEST} is missing"
-    manifest = _read(path / MANIFEST)
 
     # Is every file there, and no other?
-    hashes = manifest["files"]
-    for pattern in _NEEDED_FILES:
-        if not any(Path(name).match(pattern) for name in present):
-            yield f"{pattern} is missing"
+    hashes = _read(path / MANIFEST)["files"]
     for name in sorted({"state.json", *hashes} - present):
         yield f"{name} is missing"
     for name in sorted(present - {MANIFEST} - hashes.keys()):
@@ -221,11 +214,9 @@ def prune(folder: Path, keep: int, verified: Collection[Path]) -> None:
         losses = eval_losses(paths)
         if losses:
             kept.add(min(losses, key=losses.__getitem__))
-        # The choice of the best evaluation, see `Patience.state`.
-        patience = read_object(paths[-1] / "state.json").get("best")
-        if patience:
-            best_step = patience[1]
-            kept.add(path_of(folder, best_step))
+        best = read_object(paths[-1] / "state.json").get("best")  # see `Patience.state`
+        if best:
+            kept.add(path_of(folder, best["step"]))
     except UnreadableError as error:
         note(f"no checkpoint was deleted: {error}")
         return
@@ -268,13 +259,7 @@ class SavedCheckpoint(NamedTuple):
 
     def as_json(self) -> JsonObject:
         """Return the checkpoint as a report for programs lists it."""
-        return {
-            "step": self.step,
-            "written": self.written,
-            "size": self.size,
-            "eval_loss": self.eval_loss,
-            "is_best": self.is_best,
-        }
+        return {key: value for key, value in self._asdict().items() if key != "path"}
 
 
 def saved_checkpoints(paths: Sequence[Path]) -> Iterator[SavedCheckpoint]:
@@ -298,22 +283,17 @@ def saved_checkpoints(paths: Sequence[Path]) -> Iterator[SavedCheckpoint]:
         yield SavedCheckpoint(
             path=path,
             step=int(number) if number.isdecimal() else number,
-            size=_bytes_of(path),
+            size=_size_of(path),
             written=written,
             eval_loss=losses.get(path),
             is_best=path == best,
         )
 
 
-def _bytes_of(folder: Path) -> int:
+def _size_of(folder: Path) -> int:
     with contextlib.suppress(OSError):
         return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
     return 0
-
-
-def tensors_digest(path: Path) -> str:
-    """Return a sha256 over all weights and states in a checkpoint, to compare runs bit for bit."""
-    return digest(state_hashes(path))
 
 
 def state_hashes(path: Path) -> dict[str, str]:
@@ -335,7 +315,10 @@ def file_names(folder: Path) -> set[str]:
     def fail(error: OSError) -> None:
         raise error
 
-    paths = [
-        Path(parent, name) for parent, _, names in os.walk(folder, onerror=fail) for name in names
-    ]
-    return {str(path.relative_to(folder)) for path in paths if stat.S_ISREG(path.lstat().st_mode)}
+    files = set()
+    for parent, _, names in os.walk(folder, onerror=fail):
+        for name in names:
+            path = Path(parent, name)
+            if stat.S_ISREG(path.lstat().st_mode):
+                files.add(str(path.relative_to(folder)))
+    return files

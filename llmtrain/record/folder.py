@@ -54,12 +54,10 @@ class RunFolder:
                 leftover.unlink()  # a file or a link
             shutil.rmtree(leftover, ignore_errors=True)
 
-        if extended_run is not None:
-            for name in _LOGS:
-                if not (self.path / name).exists():
-                    copy_lines_up_to(extended_run / name, self.path / name, step)
         for name in _LOGS:
-            copy_lines_up_to(self.path / name, self.path / name, step)
+            log = self.path / name
+            source = log if extended_run is None or log.exists() else extended_run / name
+            copy_lines_up_to(source, log, step)
         self._write_status("running", step)
 
     def append(self, name: str, line: JsonObject) -> None:

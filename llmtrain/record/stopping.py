@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
@@ -138,22 +137,21 @@ class Patience:
         return 1 if is_lower_better(self.metric) else -1
 
     @property
-    def state(self) -> list[float | None]:
-        """The part that a checkpoint stores as JSON.
+    def state(self) -> JsonObject:
+        """The part that a checkpoint stores as JSON, in which infinity becomes null."""
+        return {
+            "value": self.best,
+            "step": self.best_step,
+            "worse": self.worse,
+            "initial": self.initial,
+        }
 
-        It has ``best``, ``best_step``, ``worse`` and ``initial``.
-        """
-        best = self.best if self.best_step else None
-        initial = self.initial if math.isfinite(self.initial) else None
-        return [best, self.best_step, self.worse, initial]
-
-    def restore(self, state: list[Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         """Restore a :attr:`state` from a checkpoint."""
-        best, best_step, worse, initial = state
-        self.best = math.inf if best is None else best
-        self.best_step = best_step
-        self.worse = worse
-        self.initial = math.inf if initial is None else initial
+        self.best = math.inf if state["value"] is None else state["value"]
+        self.best_step = state["step"]
+        self.worse = state["worse"]
+        self.initial = math.inf if state["initial"] is None else state["initial"]
 
     def record(self, step: int, metrics: JsonObject) -> None:
         """Record an evaluation.

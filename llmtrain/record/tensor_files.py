@@ -6,9 +6,8 @@ of the tensors.
 """
 
 import functools
-import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import broadcast
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 from llmtrain.files import Hashed, errors_name, json_text, write_hashed
 from llmtrain.interfaces.model_bundle import TensorConverter
@@ -24,11 +22,7 @@ from llmtrain.json_types import JsonObject
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import gather_to, meta_like
 
-# With "pread", tensors have their own memory instead of pages of a file that may be deleted, and
-# are read faster. Older versions of safetensors do not have it.
-_READ_OPTIONS = {"backend": "pread"} if "backend" in inspect.signature(load_file).parameters else {}
-
-_STAGE_BYTES = 1 << 26  # the size of each of the two buffers between a GPU and the disk
+_STAGE_BYTES = 1 << 26  # the size of the buffer between a GPU and the disk
 
 # The dtypes of torch, by their names in the files.
 _DTYPES = {
@@ -211,59 +205,20 @@ def _byte_tensors(plan: FilePlan) -> Iterator[torch.Tensor]:
                 yield tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
-class _Copy(NamedTuple):
-    """A copy into a buffer on the host, which may be under way."""
+def _bytes_of(tensors: Iterator[torch.Tensor]) -> Iterator[memoryview]:
+    """Yield the bytes of uint8 tensors [N]; the next piece may overwrite those of a GPU's tensor.
 
-    buffer: torch.Tensor
-    done: torch.Event | None  # None: the copy is complete
-
-    def data(self) -> memoryview:
-        """Wait for the copy, and return its bytes."""
-        if self.done is not None:
-            self.done.synchronize()
-        data: memoryview = self.buffer.numpy().data
-        return data
-
-
-def _bytes_of(
-    tensors: Iterator[torch.Tensor],
-    is_staged: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_cuda,
-) -> Iterator[memoryview]:
-    """Yield the bytes of uint8 tensors [N].
-
-    Staged tensors are copied through two buffers in pinned memory: while the caller hashes and
-    writes one of them, the other one is filled.
-
-    Args:
-        tensors: the tensors.
-        is_staged: returns whether a tensor is staged. By default, those on a GPU are.
+    Those of a GPU are copied through a buffer in pinned memory, which is fast.
     """
-    buffers: list[torch.Tensor] = []
-    pending: _Copy | None = None  # the newest copy, whose bytes were not yielded yet
-
+    buffer = torch.empty(0, dtype=torch.uint8)
     for tensor in tensors:
-        if not is_staged(tensor):
-            if pending is not None:
-                yield pending.data()
-                pending = None
+        if not tensor.is_cuda:
             yield tensor.cpu().numpy().data
             continue
-
-        if not buffers:
-            buffers = [
-                torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-                for _ in range(2)
-            ]
+        if not len(buffer):
+            buffer = torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
         for piece in torch.split(tensor, _STAGE_BYTES):
-            buffer = buffers[0][: len(piece)].copy_(piece, non_blocking=True)
-            event = torch.cuda.current_stream().record_event() if piece.is_cuda else None
-            if pending is not None:
-                yield pending.data()
-            pending = _Copy(buffer, event)
-            buffers.reverse()
-
-    if pending is not None:
-        yield pending.data()
+            yield buffer[: len(piece)].copy_(piece).numpy().data
 
 
 def read_headers(folder: Path) -> list[Header]:
@@ -313,7 +268,9 @@ def _stored_tensors(folder: Path) -> Iterator[tuple[Any, str]]:
     """Yield an open file and a name for each tensor. The files of safetensors have no types."""
     for path in sorted(folder.glob("*.safetensors")):
         with errors_name(path):
-            opened = safe_open(path, "pt", **_READ_OPTIONS)
+            # With "pread", tensors have their own memory instead of pages of a file that may be
+            # deleted, and are read faster.
+            opened = safe_open(path, "pt", backend="pread")
         with opened as file:
             for name in file.keys():  # noqa: SIM118 - it is no dictionary
                 yield file, name

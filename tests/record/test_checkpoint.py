@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from llmtrain.errors import UserError
-from llmtrain.record import tensor_files
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, prune, read_state
 from tests.record.checkpoint_files import DAMAGE, flip, save_checkpoint
 
@@ -149,23 +148,3 @@ def test_a_file_that_cannot_be_deleted_does_not_stop_the_pruning(
     prune(tmp_path, keep=2, verified=[])
 
     assert steps_in(tmp_path) == [20, 30]
-
-
-# --- tensors of a GPU
-
-
-@pytest.mark.parametrize("size", [1, 63, 64, 65, 129, 1000])
-@pytest.mark.parametrize("unstaged", [[], [3], [0, 2]], ids=str)
-def test_bytes_pass_unchanged_through_the_buffers_for_gpu_tensors(
-    size: int, unstaged: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensor_files, "_STAGE_BYTES", 64)
-    tensors = [torch.arange(count).to(torch.uint8) for count in (size, 3, size, 5)]
-    unstaged_ids = {id(tensors[index]) for index in unstaged}
-
-    chunks = tensor_files._bytes_of(
-        iter(tensors), is_staged=lambda tensor: id(tensor) not in unstaged_ids
-    )
-
-    expected = torch.cat(tensors).numpy().tobytes()
-    assert b"".join(bytes(chunk) for chunk in chunks) == expected

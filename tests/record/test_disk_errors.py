@@ -12,7 +12,7 @@ import pytest
 
 from llmtrain.files import UnreadableError
 from llmtrain.lab.doctor import local_checks
-from llmtrain.record.checkpoint import find_fault, newest_valid, path_of, tensors_digest
+from llmtrain.record.checkpoint import find_fault, newest_valid, path_of, state_hashes
 from llmtrain.record.history import History, is_free
 from tests.command_line import run_cli
 from tests.failing_calls import failing, needs_failing_calls
@@ -211,7 +211,7 @@ def test_a_run_survives_a_full_disk_at_its_start_and_a_disk_that_cannot_be_read_
 
     # As if the run had been killed in the last step.
     last = path_of(checkpoints, 6)
-    bits = tensors_digest(last)
+    bits = state_hashes(last)
     shutil.rmtree(last)
     shutil.rmtree(folder / "model")
     (folder / "status.json").write_text('{"state": "running", "step": 4}')
@@ -231,7 +231,7 @@ def test_a_run_survives_a_full_disk_at_its_start_and_a_disk_that_cannot_be_read_
     # A record that cannot be read for a moment is not taken for a missing one.
     ended = train(tmp_path, text_file, **failing("read", "EIO", "run/run.json")).assert_ok()
     assert f"{folder} (resumes from step 4)" in ended.out
-    assert tensors_digest(last) == bits
+    assert state_hashes(last) == bits
     starts = json.loads((folder / "run.json").read_text())["starts"]
     assert [start["step"] for start in starts] == [0, 4]
 

@@ -21,7 +21,7 @@ from llmtrain.record.checkpoint import (
     part_names,
     path_of,
     read_structure,
-    tensors_digest,
+    state_hashes,
 )
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState, flatten, tensor_names, unflatten
@@ -193,8 +193,8 @@ def test_the_digest_of_a_checkpoint_covers_the_states_of_parts(
         part = FlatState({"state": tree}, tensors)
         save(saver, step, {"optimizer": FlatState({}, {}), "parts/A": part})
 
-    first_digest = tensors_digest(path_of(tmp_path, 1))
-    second_digest = tensors_digest(path_of(tmp_path, 2))
+    first_digest = state_hashes(path_of(tmp_path, 1))
+    second_digest = state_hashes(path_of(tmp_path, 2))
 
     assert (first_digest == second_digest) is is_same
 

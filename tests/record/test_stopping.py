@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from llmtrain.files import json_text
 from llmtrain.record import stopping
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
 
@@ -130,7 +131,7 @@ def test_a_run_that_improves_nothing_says_so_also_after_it_resumed(
     for step, value in enumerate(values):
         patience.record(step, {metric: value})
 
-        state = json.loads(json.dumps(patience.state, allow_nan=False))
+        state = json.loads(json_text(patience.state))
         patience = Patience(0, metric, keeps_best=True)
         patience.restore(state)
 
