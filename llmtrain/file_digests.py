@@ -5,10 +5,9 @@ import hashlib
 import os
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from llmtrain.errors import UserError
-from llmtrain.files import cache_folder, read_sealed, write_sealed
+from llmtrain.files import cache_folder, read_hashed, read_sealed, write_sealed
 from llmtrain.json_types import JsonObject
 
 # The size in bytes from which a digest is kept. Reading a smaller file again takes next to no time.
@@ -38,36 +37,20 @@ def file_digest(path: Path, *, reread: bool = False) -> bytes:
         # Another user may have written the record, and the file is here to be read.
         with contextlib.suppress(OSError, UserError):
             kept = read_sealed(record)
-        if kept.get("state") == list(state) and not reread:
+        if kept.get("state") == state and not reread:
             return bytes.fromhex(kept["digest"])
-        digest = hashlib.file_digest(file, "sha256").digest()
-        age = time.time() - max(state.modified, state.changed) / 1e9
-        is_settled = age > _SETTLING_TIME and _state(file.fileno()) == state
+        content = read_hashed(path)
+        stat = os.fstat(file.fileno())
+        is_settled = time.time() - max(stat.st_mtime, stat.st_ctime) > _SETTLING_TIME
 
-    if state.size >= _MIN_KEPT_SIZE and is_settled:
-        with contextlib.suppress(OSError):
-            record.parent.mkdir(parents=True, exist_ok=True)
-            write_sealed(record, {"state": list(state), "digest": digest.hex()})
-    return digest
-
-
-class _FileState(NamedTuple):
-    """Numbers that change when a file's content changes; times in nanoseconds."""
-
-    device: int
-    inode: int
-    size: int
-    modified: int
-    changed: int
+        if content["bytes"] >= _MIN_KEPT_SIZE and is_settled and _state(file.fileno()) == state:
+            with contextlib.suppress(OSError):
+                record.parent.mkdir(parents=True, exist_ok=True)
+                write_sealed(record, {"state": state, "digest": content["sha256"]})
+    return bytes.fromhex(content["sha256"])
 
 
-def _state(file: int) -> _FileState:
-    """Return the state of an open file, given its descriptor."""
+def _state(file: int) -> list[int]:
+    """Return numbers that change when the content of a file changes, given its descriptor."""
     stat = os.fstat(file)
-    return _FileState(
-        device=stat.st_dev,
-        inode=stat.st_ino,
-        size=stat.st_size,
-        modified=stat.st_mtime_ns,
-        changed=stat.st_ctime_ns,
-    )
+    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]

@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -156,19 +155,11 @@ def json_text(content: object, indent: int | None = None, **options: Any) -> str
         options: other arguments of ``json.dumps``.
     """
 
-    def finite(value: object) -> object:
-        if isinstance(value, dict):
-            return {key: finite(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [finite(item) for item in value]
-        if isinstance(value, float) and not math.isfinite(value):
-            return None
-        return value
-
     try:
         return json.dumps(content, indent=indent, allow_nan=False, **options)
     except ValueError:  # some number is not finite, which is rare
-        return json.dumps(finite(content), indent=indent, **options)
+        finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
+        return json.dumps(finite, indent=indent, **options)
 
 
 def digest(content: "JsonObject") -> str:

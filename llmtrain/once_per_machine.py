@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from llmtrain.files import write_json
 from llmtrain.locks import file_lock
 
@@ -58,21 +56,12 @@ def _launch_folder() -> Path | None:
     taken.
 
     Returns:
-        The folder; ``None`` if this process is alone, or may not be one of those that were
-        launched.
+        The folder; ``None`` if this process is alone, or was not launched.
     """
-    variable = "TORCHELASTIC_ERROR_FILE"
-    error_file = Path(os.environ.get(variable, ""))
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     folder = error_file.parent.parent
     attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
     if error_file.parts[-3:] != (attempt, os.environ.get("LOCAL_RANK"), "error.json"):
         return None
-    if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1" or not folder.is_dir():
-        return None
-
-    # A program that a launched process starts has its variables, too.
-    with contextlib.suppress(psutil.Error, OSError):
-        parent = psutil.Process().parent()
-        if parent is not None and parent.environ().get(variable) != str(error_file):
-            return folder
-    return None
+    is_alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+    return None if is_alone or not folder.is_dir() else folder

@@ -1,6 +1,5 @@
 """One process of a launch reads a recipe's records for their fingerprint, and no launch takes another's."""
 
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -99,17 +98,6 @@ def test_a_process_whose_launch_is_not_known_computes_for_itself(
     monkeypatch.setenv(variable, value)
     again(monkeypatch)
     assert once_per_machine("a", lambda: "y") == "y"
-
-
-def test_a_program_that_a_launched_process_starts_computes_for_itself(launched: Path) -> None:
-    program = (
-        "from llmtrain.once_per_machine import once_per_machine\n"
-        "import os; print(once_per_machine('a', lambda: str(os.getpid())))"
-    )
-    starter = f"import subprocess, sys\nfor _ in range(2): subprocess.run([sys.executable, '-c', {program!r}])"
-    env = {name: os.environ[name] for name in os.environ if "ELASTIC" in name or "LOCAL" in name}
-    ended = run([*PYTHON, "-c", starter], env).assert_ok()
-    assert len(set(ended.out.split())) == 2
 
 
 def test_a_name_stands_for_the_records() -> None:
