@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.interfaces.part import Part as Part
     from llmtrain.interfaces.schedule import Schedule as Schedule
     from llmtrain.launching.process import launch as launch
+    from llmtrain.model_folders import newest_model as newest_model
     from llmtrain.models.config import GPTConfig as GPTConfig
     from llmtrain.models.config import ModelConfig as ModelConfig
     from llmtrain.models.gpt import GPT as GPT
@@ -38,7 +39,6 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.models.preference import PreferenceLoss as PreferenceLoss
     from llmtrain.models.pretrained import load_model as load_model
     from llmtrain.parallel.config import ParallelConfig as ParallelConfig
-    from llmtrain.record.resume import newest_model as newest_model
     from llmtrain.training.fit import fit as fit
     from llmtrain.training.muon import Muon as Muon
     from llmtrain.training.opening import open_run as open_run
@@ -76,6 +76,7 @@ _MODULES = {
     "Part": "llmtrain.interfaces.part",
     "Schedule": "llmtrain.interfaces.schedule",
     "launch": "llmtrain.launching.process",
+    "newest_model": "llmtrain.model_folders",
     "GPTConfig": "llmtrain.models.config",
     "ModelConfig": "llmtrain.models.config",
     "GPT": "llmtrain.models.gpt",
@@ -87,7 +88,6 @@ _MODULES = {
     "PreferenceLoss": "llmtrain.models.preference",
     "load_model": "llmtrain.models.pretrained",
     "ParallelConfig": "llmtrain.parallel.config",
-    "newest_model": "llmtrain.record.resume",
     "fit": "llmtrain.training.fit",
     "train": "llmtrain.training.train",
     "Muon": "llmtrain.training.muon",

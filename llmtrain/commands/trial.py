@@ -2,10 +2,12 @@
 
 import argparse
 import itertools
+import math
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError
 from llmtrain.files import digest
@@ -21,7 +23,10 @@ from llmtrain.launching.children import (
     start_command,
 )
 from llmtrain.record.history import History, read_lines
-from llmtrain.record.tolerances import QUANTITIES, deviation, tolerance_of, weight_difference
+from llmtrain.record.tolerances import QUANTITIES, Quantity, step_differences, tolerance_of
+
+if TYPE_CHECKING:
+    import torch
 
 _POLL_SECONDS = 0.005
 
@@ -59,6 +64,56 @@ class ComparedRun(NamedTuple):
     weights: float
     digest: str
     wrong: list[str]
+
+
+class Deviation(NamedTuple):
+    """How much one quantity differs between two runs.
+
+    Attributes:
+        largest: the largest relative difference. Infinite if only one run has logged some step.
+        first_step: the first step with a difference, or ``None`` if there is none.
+    """
+
+    largest: float
+    first_step: int | None
+
+
+def deviation(quantity: Quantity, first: History, second: History) -> Deviation:
+    """Compare two runs that must have logged the same steps."""
+    unmatched_steps = quantity.read(first).keys() ^ quantity.read(second).keys()
+    nonzero = [
+        difference
+        for difference in step_differences(quantity, first, second)
+        if difference.relative > 0
+    ]
+    steps = [*unmatched_steps, *(difference.step for difference in nonzero)]
+    if unmatched_steps:
+        largest = math.inf
+    else:
+        largest = max((difference.relative for difference in nonzero), default=0.0)
+    return Deviation(largest=largest, first_step=min(steps, default=None))
+
+
+def weight_difference(
+    first: Mapping[str, "torch.Tensor"], second: Mapping[str, "torch.Tensor"]
+) -> float:
+    """Return the L2 norm of the difference between two models' weights, as a relative number.
+
+    Args:
+        first: the first model's weights by name. The difference is relative to their norm.
+        second: the second model's weights by name.
+
+    Returns:
+        The relative difference; infinite if the names are not the same.
+    """
+    if first.keys() != second.keys():
+        return math.inf
+
+    squared_difference = sum(
+        float((second[name] - weight).square().sum()) for name, weight in first.items()
+    )
+    squared_norm = sum(float(weight.square().sum()) for weight in first.values())
+    return float((squared_difference / squared_norm) ** 0.5)
 
 
 class FinishedRun:

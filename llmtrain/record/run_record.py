@@ -167,26 +167,12 @@ def code_sha256() -> str:
 def git_commit() -> str | None:
     """Return the git commit of the script, or ``None`` if it is in no repository.
 
-    The commit ends in ``-dirty`` if a tracked file has changed since then, and in ``-unknown`` if
-    git does not say.
-    """
-    commit = _git("rev-parse", "HEAD")
-    if not commit:
-        return None
-    changes = _git("status", "--porcelain", "--untracked-files=no")
-    if changes is None:
-        return f"{commit}-unknown"
-    return f"{commit}-dirty" if changes else commit
-
-
-def _git(*arguments: str) -> str | None:
-    """Run git in the script's folder.
-
-    Returns:
-        What git prints, or ``None`` if it fails or takes more than five seconds.
+    The commit ends in ``-dirty`` if a tracked file has changed since then. It is ``None``, too, if
+    git takes more than five seconds.
     """
     folder = str(Path(sys.argv[0]).resolve().parent)
-    command = ["git", "-C", folder, "--no-optional-locks", *arguments]
+    options = ["--always", "--dirty", "--abbrev=40", "--exclude=*"]  # no tags
+    command = ["git", "-C", folder, "--no-optional-locks", "describe", *options]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):

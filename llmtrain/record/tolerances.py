@@ -6,13 +6,10 @@ difference, are defined only here.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from llmtrain.json_types import Json
 from llmtrain.record.history import History, read_lines
-
-if TYPE_CHECKING:
-    import torch
 
 Series: TypeAlias = Mapping[int, Json]  # the values of one quantity by step
 
@@ -204,34 +201,6 @@ def step_differences(quantity: Quantity, first: History, second: History) -> lis
     ]
 
 
-class Deviation(NamedTuple):
-    """How much one quantity differs between two runs.
-
-    Attributes:
-        largest: the largest relative difference. Infinite if only one run has logged some step.
-        first_step: the first step with a difference, or ``None`` if there is none.
-    """
-
-    largest: float
-    first_step: int | None
-
-
-def deviation(quantity: Quantity, first: History, second: History) -> Deviation:
-    """Compare two runs that must have logged the same steps."""
-    unmatched_steps = quantity.read(first).keys() ^ quantity.read(second).keys()
-    nonzero = [
-        difference
-        for difference in step_differences(quantity, first, second)
-        if difference.relative > 0
-    ]
-    steps = [*unmatched_steps, *(difference.step for difference in nonzero)]
-    if unmatched_steps:
-        largest = math.inf
-    else:
-        largest = max((difference.relative for difference in nonzero), default=0.0)
-    return Deviation(largest=largest, first_step=min(steps, default=None))
-
-
 def relative_difference(first: Json, second: Json) -> float:
     """Return the relative difference of two values.
 
@@ -249,25 +218,3 @@ def relative_difference(first: Json, second: Json) -> float:
     if not math.isfinite(first - second):
         return math.inf
     return abs(first - second) / max(abs(first), abs(second))
-
-
-def weight_difference(
-    first: Mapping[str, "torch.Tensor"], second: Mapping[str, "torch.Tensor"]
-) -> float:
-    """Return the L2 norm of the difference between two models' weights, as a relative number.
-
-    Args:
-        first: the first model's weights by name. The difference is relative to their norm.
-        second: the second model's weights by name.
-
-    Returns:
-        The relative difference; infinite if the names are not the same.
-    """
-    if first.keys() != second.keys():
-        return math.inf
-
-    squared_difference = sum(
-        float((second[name] - weight).square().sum()) for name, weight in first.items()
-    )
-    squared_norm = sum(float(weight.square().sum()) for weight in first.values())
-    return float((squared_difference / squared_norm) ** 0.5)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import UserError
-from llmtrain.record.resume import newest_model
+from llmtrain.model_folders import newest_model
 
 
 def make_run(

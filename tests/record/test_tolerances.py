@@ -7,15 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmtrain.commands.trial import Deviation, deviation, weight_difference
 from llmtrain.record.history import History
-from llmtrain.record.tolerances import (
-    QUANTITIES,
-    Deviation,
-    deviation,
-    relative_difference,
-    tolerance_of,
-    weight_difference,
-)
+from llmtrain.record.tolerances import QUANTITIES, relative_difference, tolerance_of
 
 
 def history(folder: Path, losses: dict[int, float | None]) -> History:
