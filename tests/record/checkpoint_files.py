@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from llmtrain.files import digest
 from llmtrain.interfaces.model_bundle import TensorConverter
 from llmtrain.json_types import Json
-from llmtrain.record.checkpoint import path_of
+from llmtrain.record.checkpoint import path_of, state_hashes
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import unchanged
@@ -72,6 +73,11 @@ def save_checkpoint(
     saver = Saver(folder, Files(), keep=100)
     save_step(saver, step, eval_loss=loss, fingerprint_sha256=fingerprint)
     return path_of(folder, step)
+
+
+def tensors_digest(path: Path) -> str:
+    """Return a sha256 over all weights and states in a checkpoint, to compare runs bit for bit."""
+    return digest(state_hashes(path))
 
 
 def flip(path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.record.checkpoint import checkpoints, find_fault, tensors_digest
+from llmtrain.record.checkpoint import checkpoints, find_fault
 from tests.forked import run_forked
 from tests.launching import (
     GPT,
@@ -31,6 +31,7 @@ from tests.launching import (
     wait,
     wait_for_log_entries,
 )
+from tests.record.checkpoint_files import tensors_digest
 from tests.system.digits import sharded
 
 FAULTY = "tests/system/faulty_gpt.py"

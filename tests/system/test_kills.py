@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from llmtrain.record.checkpoint import checkpoints, find_fault, tensors_digest
+from llmtrain.record.checkpoint import checkpoints, find_fault
 from tests.failing_calls import logging_calls, needs_failing_calls
 from tests.forked import run_forked
 from tests.launching import (
@@ -32,6 +32,7 @@ from tests.launching import (
     stop_group,
     torchrun,
 )
+from tests.record.checkpoint_files import tensors_digest
 
 KILLS = int(os.environ.get("LLMTRAIN_KILLS", "1"))
 MAX_STEPS = 150 if KILLS > 1 else 30  # a single kill needs fewer steps

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from llmtrain.record.checkpoint import tensors_digest
 from tests.forked import run_forked
 from tests.launching import (
     BIN,
@@ -24,6 +23,7 @@ from tests.launching import (
     read_json,
     write_pairs,
 )
+from tests.record.checkpoint_files import tensors_digest
 
 # Matrices of 64 x 64 are large enough for moments in 8 bits.
 FLAGS = [*TINY, *shlex.split("--n_embd 64 --save_steps 3")]

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llmtrain.record.checkpoint import tensors_digest
 from tests.forked import run_forked
 from tests.launching import (
     GPT,
@@ -31,6 +30,7 @@ from tests.launching import (
     wait,
     wait_for_log_entries,
 )
+from tests.record.checkpoint_files import tensors_digest
 from tests.system import digits
 
 MAX_STEPS = 60

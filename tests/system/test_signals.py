@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from llmtrain.record.checkpoint import checkpoints, find_fault, tensors_digest
+from llmtrain.record.checkpoint import checkpoints, find_fault
 from tests.forked import run_forked
 from tests.launching import (
     PYTHON,
@@ -31,6 +31,7 @@ from tests.launching import (
     torchrun,
     write_text,
 )
+from tests.record.checkpoint_files import tensors_digest
 
 MOMENTS = int(os.environ.get("LLMTRAIN_MOMENTS", "1"))  # for each number of processes
 SEED = int(os.environ.get("LLMTRAIN_MOMENTS_SEED", "0"))
