@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,6 +71,18 @@ class ResumePoint(NamedTuple):
         }
 
 
+class _Request(NamedTuple):
+    """What a start was asked for, and what it is about to train."""
+
+    resume: str  # auto, never, or the folder of a run or of a checkpoint
+    named: Path | None  # the checkpoint in that folder
+    is_restart: bool  # whether Slurm or the launcher has restarted this command
+    run_id: str | None  # which a sweep has chosen
+    fingerprint: JsonObject  # as it is read from a file
+    fingerprint_sha256: str
+    record: JsonObject  # what run.json will say about the data and the settings
+
+
 @contextlib.contextmanager
 def choose_folder(
     output_dir: str,
@@ -98,216 +110,215 @@ def choose_folder(
             launcher begins such a run again, once. Also if the disk fails for several seconds,
             which is no damage: nothing is renamed then.
     """
-    record = record or {}
-    fingerprint_sha256 = digest(fingerprint)
-    # As it is read from a file: numbers as keys are strings, and tuples are lists.
-    fingerprint = json.loads(json_text(fingerprint))
-    is_restart = any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS)
-    named = None
+    request = _Request(
+        resume=resume,
+        named=None,
+        is_restart=any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS),
+        run_id=run_id,
+        # Numbers as keys become strings, and tuples become lists.
+        fingerprint=json.loads(json_text(fingerprint)),
+        fingerprint_sha256=digest(fingerprint),
+        record=record or {},
+    )
     if resume not in ("auto", "never"):
-        named = _named_checkpoint(Path(resume), fingerprint, record)
-
-    def usable(folder: Path) -> JsonObject | None:
-        """Return ``run.json`` of a run to continue; empty for a free folder, ``None`` if taken."""
-        if is_free(folder):
-            return {}
-        if (resume == "never" and not is_restart) or _is_finished(folder):
-            return None
-        unfinished = read_versioned(folder / "run.json")
-        if run_id is not None and unfinished.get("run_id") != run_id:
-            return None
-        if resume == "auto":
-            check_resumable(folder / "run.json")
-        if unfinished.get("fingerprint_sha256") != fingerprint_sha256:
-            return None
-        origins = [start["from"] for start in unfinished["starts"][:1]]
-        return unfinished if named is None or origins == [str(named)] else None
+        request = request._replace(named=_named_checkpoint(Path(resume), request))
 
     with contextlib.ExitStack() as lock:
-        folder, earlier_record = _lock_folder(lock, output_dir, usable)
-        point = ResumePoint(
-            folder=folder,
-            run_id=run_id or secrets.token_hex(4),
-            start_id=secrets.token_hex(8),
-        )
-        if earlier_record:
-            yield _continued(point, earlier_record, named, fingerprint_sha256, is_restart)
-        elif named:
-            point = _resumed_from(point, named, is_named=True)
-            yield point._replace(reason=f"resumes from {named}")
-        else:
-            wanted = next(candidate_folders(output_dir))
-            yield point._replace(reason=_reason_for_new(folder, wanted, fingerprint, record))
+        for folder in candidate_folders(output_dir):
+            is_absent = names_in(folder) is None
+            earlier_record = _usable_record(folder, request)
+            if earlier_record is None:
+                continue
+            if _lock_folder(lock, folder, is_absent, is_run=earlier_record != {}):
+                # Another start may have used the folder, or finished the run, in the meantime.
+                earlier_record = _usable_record(folder, request)
+                if earlier_record is not None:
+                    break
+                lock.close()
+
+        wanted = next(candidate_folders(output_dir))
+        yield _resume_point(folder, wanted, earlier_record or {}, request)
 
 
-def _is_finished(folder: Path) -> bool:
-    return read_object(folder / "status.json").get("state") == "finished"
-
-
-def _lock_folder(
-    lock: contextlib.ExitStack, output_dir: str, usable: Callable[[Path], JsonObject | None]
-) -> tuple[Path, JsonObject]:
-    """Make ``lock`` hold the lock of the first usable folder, which is made if it is absent.
-
-    Args:
-        lock: gets the lock.
-        output_dir: the folder that the user asked for.
-        usable: returns ``run.json`` of a run to continue; empty for a free folder, ``None`` for a
-            folder that is taken.
+def _usable_record(folder: Path, request: _Request) -> JsonObject | None:
+    """Return ``run.json`` of an unfinished run that a start continues.
 
     Returns:
-        The folder, and what ``usable`` has returned for it.
+        An empty object for a free folder; ``None`` for a folder that is taken.
 
     Raises:
-        UserError: if the folder cannot be made or locked.
+        UserError: if another version of llmtrain has written the unfinished run.
     """
-    for folder in candidate_folders(output_dir):
-        is_absent = names_in(folder) is None
-        record = usable(folder)
-        if record is None:
-            continue
-        try:
-            if is_absent:
-                # This fails for the slower one of two starts, even without locks.
-                folder.mkdir(parents=True)
-            _wait_for_lock(lock, folder, is_run=record != {})
-        except (FileExistsError, BlockingIOError):
-            continue
-        except OSError as error:
-            raise UserError(
-                f"--output_dir {folder} cannot be used: {error.strerror or first_line(error)}; "
-                "name a folder in which you may write, or start again when its disk answers."
-            ) from None
-
-        # Another start may have used the folder, or finished the run, in the meantime.
-        record = usable(folder)
-        if record is not None:
-            return folder, record
-        lock.close()
-    raise AssertionError("there is always another candidate")
+    if is_free(folder):
+        return {}
+    may_continue = request.resume != "never" or request.is_restart
+    if not may_continue or _state_of(folder) == "finished":
+        return None
+    record = read_versioned(folder / "run.json")
+    if request.run_id not in (None, record.get("run_id")):
+        return None
+    if request.resume == "auto":
+        check_resumable(folder / "run.json")
+    if record.get("fingerprint_sha256") != request.fingerprint_sha256:
+        return None
+    if request.named is not None:
+        origins = [start["from"] for start in record["starts"]]
+        if origins[:1] != [str(request.named)]:
+            return None
+    return record
 
 
-def _wait_for_lock(lock: contextlib.ExitStack, folder: Path, is_run: bool) -> None:
-    """Make ``lock`` hold the lock of a folder.
+def _state_of(folder: Path) -> str | None:
+    """Return the state of a run, as ``status.json`` has it."""
+    state: str | None = read_object(folder / "status.json").get("state")
+    return state
+
+
+def _lock_folder(lock: contextlib.ExitStack, folder: Path, is_absent: bool, is_run: bool) -> bool:
+    """Make ``lock`` hold the lock of a folder, which is made if it is absent.
 
     Processes whose launcher was killed may still hold the lock of a run, to save and end. They get
     a minute.
 
+    Returns:
+        ``False`` if another start has the folder.
+
     Raises:
-        BlockingIOError: if another start has the folder.
+        UserError: if the folder cannot be made or locked.
     """
     try:
-        lock.enter_context(file_lock(folder / ".lock", _READER_SECONDS))
-    except BlockingIOError:
-        if not is_run:
-            raise
-        say(
-            "run",
-            f"{folder} is in use; waiting up to {_WAIT_SECONDS:g} s for that run to end before "
-            "using another folder",
-        )
-        lock.enter_context(file_lock(folder / ".lock", _WAIT_SECONDS))
+        if is_absent:
+            # This fails for the slower one of two starts, even without locks.
+            folder.mkdir(parents=True)
+        try:
+            lock.enter_context(file_lock(folder / ".lock", _READER_SECONDS))
+        except BlockingIOError:
+            if not is_run:
+                return False
+            say(
+                "run",
+                f"{folder} is in use; waiting up to {_WAIT_SECONDS:g} s for that run to end before "
+                "using another folder",
+            )
+            lock.enter_context(file_lock(folder / ".lock", _WAIT_SECONDS))
+    except (FileExistsError, BlockingIOError):
+        return False
+    except OSError as error:
+        raise UserError(
+            f"--output_dir {folder} cannot be used: {error.strerror or first_line(error)}; name a "
+            "folder in which you may write, or start again when its disk answers."
+        ) from None
+    return True
 
 
-def _continued(
-    point: ResumePoint,
-    earlier_record: JsonObject,
-    named: Path | None,
-    fingerprint_sha256: str,
-    is_restart: bool,
+def _resume_point(
+    folder: Path, wanted: Path, earlier_record: JsonObject, request: _Request
 ) -> ResumePoint:
-    """Return where an unfinished run continues: at its newest checkpoint, if it has one.
+    """Return where a start begins in a folder whose lock it holds.
 
     Args:
-        point: has the folder of the unfinished run.
-        earlier_record: ``run.json`` of the unfinished run.
-        named: the checkpoint that the user has named, if any. The run has begun there.
-        fingerprint_sha256: the hash of the fingerprint of this run.
-        is_restart: whether Slurm or the launcher has restarted this command. Then nobody reads an
-            error, so a run that has no intact checkpoint begins again. If it happens a second time,
-            the disk is at fault, and the run ends.
+        folder: the folder of the run.
+        wanted: the folder that the user asked for.
+        earlier_record: ``run.json`` of the unfinished run; empty for a new run.
+        request: what the start was asked for.
 
     Raises:
         UserError: if the run has checkpoints, and none is intact.
     """
-    state = read_object(point.folder / "status.json").get("state")
-    point = point._replace(
-        run_id=earlier_record["run_id"],
-        earlier_record=earlier_record,
-        follows_failure=state != "preempted",
+    own = None
+    damaged: tuple[str, ...] = ()
+    if earlier_record:
+        own, damaged = _own_checkpoint(folder, earlier_record, request)
+    path = own or request.named
+    state = {} if path is None else checkpoint.read_state(path)
+
+    if own is not None:
+        reason = f"resumes from step {state['step']}"
+    elif damaged:
+        reason = "restarted, without an intact checkpoint; starts again"
+    elif earlier_record:
+        reason = "unfinished, without a checkpoint yet; starts again"
+    elif request.named is not None:
+        reason = f"resumes from {request.named}"
+    else:
+        reason = "new" if folder == wanted else f"new; {_reason_why_taken(wanted, request)}"
+
+    return ResumePoint(
+        folder=folder,
+        checkpoint=path,
+        step=state.get("step", 0),
+        tokens=state.get("tokens", 0),
+        run_id=earlier_record.get("run_id") or request.run_id or secrets.token_hex(4),
+        start_id=secrets.token_hex(8),
+        reason=reason,
+        earlier_record=earlier_record or None,
+        named_fingerprint=state.get("fingerprint") if own is None else None,
+        damaged_checkpoints=damaged,
+        follows_failure=earlier_record != {} and _state_of(folder) != "preempted",
+        recompute_every=None if path is None else _recompute_every(path),
     )
+
+
+def _own_checkpoint(
+    folder: Path, earlier_record: JsonObject, request: _Request
+) -> tuple[Path | None, tuple[str, ...]]:
+    """Return the newest intact checkpoint of an unfinished run, which may have none yet.
+
+    After a restart by Slurm or the launcher, nobody reads an error. So a run without an intact
+    checkpoint begins again. If that happens a second time, the disk is at fault, and the run ends.
+
+    Returns:
+        The checkpoint, and the names of damaged ones if the run begins again because of them.
+
+    Raises:
+        UserError: if the run has checkpoints, and none is intact.
+    """
     earlier_damage: list[str] = []
     for start in earlier_record["starts"]:
         earlier_damage += start.get("lost_checkpoints", [])
-    reason = "unfinished, without a checkpoint yet; starts again"
     try:
         newest = checkpoint.newest_valid(
-            point.folder / "checkpoints",
+            folder / "checkpoints",
             set_aside=True,
-            fingerprint=fingerprint_sha256,
+            fingerprint=request.fingerprint_sha256,
             earlier_damage=earlier_damage,
         )
     except checkpoint.AllDamagedError as error:
-        if not is_restart or earlier_damage:
+        if not request.is_restart or earlier_damage:
             raise
-        newest = None
-        reason = "restarted, without an intact checkpoint; starts again"
-        point = point._replace(damaged_checkpoints=tuple(error.checkpoints))
-
-    if newest is not None:
-        point = _resumed_from(point, newest, is_named=False)
-        return point._replace(reason=f"resumes from step {point.step}")
-    if named is not None:
-        point = _resumed_from(point, named, is_named=True)
-    return point._replace(reason=reason)
+        return None, tuple(error.checkpoints)
+    return newest, ()
 
 
-def _resumed_from(point: ResumePoint, path: Path, is_named: bool) -> ResumePoint:
-    """Return a resume point with a checkpoint that the user has named, or that the run has made."""
-    state = checkpoint.read_state(path)
+def _recompute_every(path: Path) -> int | None:
+    """Return how often the run that has made a checkpoint recomputes blocks, if it has said so."""
     starts = History.read(path.parent.parent).starts
     recorded = [start.get("recompute_every") for start in starts]
     known = [every for every in recorded if every is not None]
-    return point._replace(
-        checkpoint=path,
-        step=state["step"],
-        tokens=state["tokens"],
-        named_fingerprint=state["fingerprint"] if is_named else None,
-        recompute_every=known[-1] if known else None,
-    )
+    return known[-1] if known else None
 
 
-def _reason_for_new(folder: Path, wanted: Path, fingerprint: JsonObject, record: JsonObject) -> str:
-    """Return why a run begins in a new folder, for the start-up log.
-
-    Args:
-        folder: the new folder.
-        wanted: the folder that the user asked for.
-        fingerprint: the fingerprint of this run.
-        record: what ``run.json`` will say about the data and the settings.
-    """
-    if folder == wanted:
-        return "new"
-    reason = f"new; {wanted} is taken"
+def _reason_why_taken(wanted: Path, request: _Request) -> str:
+    """Return why a run cannot use the folder that the user asked for, for the start-up log."""
+    reason = f"{wanted} is taken"
     taken_record = read_object(wanted / "run.json")
     taken_fingerprint = taken_record.get("fingerprint")
-    if _is_finished(wanted) or not isinstance(taken_fingerprint, dict):
+    if _state_of(wanted) == "finished" or not isinstance(taken_fingerprint, dict):
         return reason
-    change = first_difference(taken_fingerprint, taken_record, fingerprint, record)
+    change = first_difference(taken_fingerprint, taken_record, request.fingerprint, request.record)
     if change is None:
         return reason
     key, difference_text = change
     return f"{reason} by a run that differs in {key.replace('_', ' ')}: {difference_text}"
 
 
-def _named_checkpoint(path: Path, fingerprint: JsonObject, record: JsonObject) -> Path:
+def _named_checkpoint(path: Path, request: _Request) -> Path:
     """Return a checkpoint that the user has named.
 
     Args:
         path: the folder of a checkpoint, or of a run, whose newest checkpoint is used.
-        fingerprint: the fingerprint of this run. It must be that of the checkpoint, except for a
-            few keys such as the optimizer settings.
-        record: what ``run.json`` will say about the data and the settings, for error messages.
+        request: what this start is about to train. Its fingerprint must be that of the checkpoint,
+            except for a few keys such as the optimizer settings.
 
     Raises:
         UserError: if there is no such checkpoint, if it is damaged, or if it has another
@@ -331,7 +342,9 @@ def _named_checkpoint(path: Path, fingerprint: JsonObject, record: JsonObject) -
 
     named_fingerprint: JsonObject = checkpoint.read_state(named)["fingerprint"]
     named_record = read_object(named.parent.parent / "run.json")
-    change = first_difference(named_fingerprint, named_record, fingerprint, record, MAY_CHANGE)
+    change = first_difference(
+        named_fingerprint, named_record, request.fingerprint, request.record, ignored=MAY_CHANGE
+    )
     if change is not None:
         key, difference_text = change
         words = key.replace("_", " ")
@@ -346,7 +359,7 @@ def _named_checkpoint(path: Path, fingerprint: JsonObject, record: JsonObject) -
         )
     for key in _TOLD_KEYS:
         before = named_fingerprint.get(key)
-        now = fingerprint.get(key)
+        now = request.fingerprint.get(key)
         if before != now:
             say("changed", f"{key.replace('_', ' ')}: {difference(before, now)}")
     return named
