@@ -87,31 +87,20 @@ class History(NamedTuple):
     @property
     def settings(self) -> JsonObject:
         """The value of every flag."""
-        return {name: setting.get("value") for name, setting in self._flags.items()}
+        flags: dict[str, JsonObject] = self.record.get("settings", {})
+        return {name: setting.get("value") for name, setting in flags.items()}
 
     @property
     def effects(self) -> dict[str, list[str]]:
         """The parts of a run that each flag affects, as :func:`llmtrain.flag` lists them."""
-        return {
-            name: str(setting.get("affects", "any")).split()
-            for name, setting in self._flags.items()
-        }
-
-    @property
-    def _flags(self) -> dict[str, JsonObject]:
-        """What ``run.json`` has about each flag."""
-        settings = self.record.get("settings")
-        if not isinstance(settings, dict):
-            return {}
-        return {name: value for name, value in settings.items() if isinstance(value, dict)}
+        flags: dict[str, JsonObject] = self.record.get("settings", {})
+        return {name: setting.get("affects", "any").split() for name, setting in flags.items()}
 
     @property
     def starts(self) -> list[JsonObject]:
         """The starts of the run, in their order."""
-        starts = self.record.get("starts")
-        if not isinstance(starts, list):
-            return []
-        return [start for start in starts if isinstance(start, dict)]
+        starts: list[JsonObject] = self.record.get("starts", [])
+        return starts
 
     def start_times(self) -> list[float | None]:
         """Return the time of each start, in seconds since 1970."""
@@ -124,17 +113,15 @@ class History(NamedTuple):
         The keys are ``run``, its folder; ``run_id``; ``step``, the last step that was taken over;
         and ``start_times``, the times of all starts that made those steps.
         """
-        extends = self.record.get("extends")
-        return extends if isinstance(extends, dict) else {}
+        return self.record.get("extends") or {}
 
     def all_start_times(self) -> list[str]:
         """Return the times of all starts that made the steps of this run, as in ``run.json``.
 
         Those of the runs that it extends come first.
         """
-        earlier = self.extends.get("start_times")
-        times = [*earlier] if isinstance(earlier, list) else []
-        return times + [str(start.get("time")) for start in self.starts]
+        earlier: list[str] = self.extends.get("start_times", [])
+        return [*earlier, *(str(start.get("time")) for start in self.starts)]
 
     def lost_steps(self) -> list[str]:
         """Return a sentence for each time that the run began again without an intact checkpoint."""

@@ -197,7 +197,7 @@ def test_only_values_that_differ_between_runs_are_listed(run: Path, tmp_path: Pa
 @pytest.mark.parametrize("name", ["run.json", "status.json", "metrics.jsonl"])
 @pytest.mark.parametrize(
     "content",
-    [b"{", b"\xff\xfe", b'{"format_version": 1, "starts": 3, "settings": 4}', b"null\n3\n"],
+    [b"{", b"\xff\xfe", b"null\n3\n"],
 )
 def test_a_damaged_file_does_not_prevent_the_page(name: str, content: bytes, run: Path) -> None:
     (run / name).write_bytes(content)
