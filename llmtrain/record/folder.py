@@ -120,17 +120,14 @@ class RunFolder:
 
         This can happen on file systems that do not keep locks between machines.
         """
-        start_id = self._stored_start_id()
-        return start_id is not None and start_id != self.start_id
+        start_id = read_object(self.path / "status.json").get("start_id")
+        return start_id not in (None, self.start_id)
 
     def can_write(self) -> bool:
         """Return whether this rank sees the folder that rank 0 writes, and may write there."""
         try:
             with tempfile.TemporaryFile(dir=self.path):
-                return self._stored_start_id() == self.start_id
+                status = read_object(self.path / "status.json")
+                return bool(status.get("start_id") == self.start_id)
         except (OSError, UserError):
             return False
-
-    def _stored_start_id(self) -> str | None:
-        start_id: str | None = read_object(self.path / "status.json").get("start_id")
-        return start_id

@@ -174,10 +174,27 @@ def write_tensors(folder: Path, plan: FilePlan, rank: int) -> dict[str, Hashed]:
 
 
 def _file_chunks(plan: FilePlan, rank: int) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of the file that this rank writes: the header, then the tensors."""
+    """Yield the bytes of the file that this rank writes: the header, then the tensors.
+
+    The bytes of a GPU's tensors pass through a buffer in pinned memory, which is fast to copy to.
+    The next chunk may overwrite them.
+    """
     if rank in plan.ranks:
         yield _encoded_header(plan.headers(rank))
-    yield from _bytes_of(_byte_tensors(plan))
+
+    buffer = None
+    for name, full in plan.full_tensors():
+        for tensor in plan.convert(name, full).values():
+            if not tensor.numel():
+                continue
+            data = tensor.detach().contiguous().flatten().view(torch.uint8)
+            if not data.is_cuda:
+                yield data.cpu().numpy().data
+                continue
+            if buffer is None:
+                buffer = torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+            for piece in torch.split(data, _STAGE_BYTES):
+                yield buffer[: len(piece)].copy_(piece).numpy().data
 
 
 def _encoded_header(headers: list[Header]) -> bytes:
@@ -195,30 +212,6 @@ def _encoded_header(headers: list[Header]) -> bytes:
     text = json_text(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
-
-
-def _byte_tensors(plan: FilePlan) -> Iterator[torch.Tensor]:
-    """Yield the tensors that this rank writes, as bytes: uint8 [N]."""
-    for name, full in plan.full_tensors():
-        for tensor in plan.convert(name, full).values():
-            if tensor.numel():
-                yield tensor.detach().contiguous().flatten().view(torch.uint8)
-
-
-def _bytes_of(tensors: Iterator[torch.Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of uint8 tensors [N]; the next piece may overwrite those of a GPU's tensor.
-
-    Those of a GPU are copied through a buffer in pinned memory, which is fast.
-    """
-    buffer = torch.empty(0, dtype=torch.uint8)
-    for tensor in tensors:
-        if not tensor.is_cuda:
-            yield tensor.cpu().numpy().data
-            continue
-        if not len(buffer):
-            buffer = torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
-        for piece in torch.split(tensor, _STAGE_BYTES):
-            yield buffer[: len(piece)].copy_(piece).numpy().data
 
 
 def read_headers(folder: Path) -> list[Header]:
