@@ -39,7 +39,6 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.models.preference import PreferenceLoss as PreferenceLoss
     from llmtrain.models.pretrained import load_model as load_model
     from llmtrain.parallel.config import ParallelConfig as ParallelConfig
-    from llmtrain.training.fit import fit as fit
     from llmtrain.training.muon import Muon as Muon
     from llmtrain.training.opening import open_run as open_run
     from llmtrain.training.optim import MuonWithAdamW as MuonWithAdamW
@@ -50,6 +49,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.training.settings import OptimConfig as OptimConfig
     from llmtrain.training.settings import RunConfig as RunConfig
     from llmtrain.training.settings import Settings as Settings
+    from llmtrain.training.start import fit as fit
     from llmtrain.training.start import loaders as loaders
     from llmtrain.training.start import place as place
     from llmtrain.training.start import start as start
@@ -88,8 +88,6 @@ _MODULES = {
     "PreferenceLoss": "llmtrain.models.preference",
     "load_model": "llmtrain.models.pretrained",
     "ParallelConfig": "llmtrain.parallel.config",
-    "fit": "llmtrain.training.fit",
-    "train": "llmtrain.training.train",
     "Muon": "llmtrain.training.muon",
     "open_run": "llmtrain.training.opening",
     "MuonWithAdamW": "llmtrain.training.optim",
@@ -100,9 +98,11 @@ _MODULES = {
     "OptimConfig": "llmtrain.training.settings",
     "RunConfig": "llmtrain.training.settings",
     "Settings": "llmtrain.training.settings",
+    "fit": "llmtrain.training.start",
     "loaders": "llmtrain.training.start",
     "place": "llmtrain.training.start",
     "start": "llmtrain.training.start",
+    "train": "llmtrain.training.train",
     "WeightAverage": "llmtrain.training.weight_average",
 }
 

@@ -92,7 +92,7 @@ def short_repr(value: object) -> str:
     """Return how a message names an object of a wrong type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    text = repr(value)
+    text = " ".join(repr(value).split())  # in one line
     if " at 0x" in text:  # an address tells nothing
         return f"the {type(value).__name__} {getattr(value, '__name__', 'object')}"
     return text[:60]

@@ -5,12 +5,13 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
-from llmtrain.config.flags import resolved
+from llmtrain.config.flags import resolved, settings_fingerprint
 from llmtrain.console import check_interrupt, say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
@@ -24,7 +25,6 @@ from llmtrain.parallel.placement import parameter_counts
 from llmtrain.parallel.ranks import Ranks, ranks_of
 from llmtrain.planning import current_plan
 from llmtrain.record.folder import RunFolder
-from llmtrain.record.history import History
 from llmtrain.record.resume import ResumePoint, choose_folder
 from llmtrain.record.run_record import check_ranks_agree, run_description, run_record
 from llmtrain.record.saver import Saver
@@ -33,27 +33,16 @@ from llmtrain.record.trackers.tracker import TrackedRun
 from llmtrain.record.trackers.weights_and_biases import OUTPUT_FILE, copied_output, sweep_run_id
 from llmtrain.record.tracking import Metrics
 from llmtrain.redaction import redacted
+from llmtrain.seeds import RANDOM_VERSION
 from llmtrain.training.auto_recomputation import keep_recomputation
 from llmtrain.training.checks import check_optimizer_flags
-from llmtrain.training.fingerprint import run_fingerprint
 from llmtrain.training.layout import Layout, fit_to_rows
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.parts import Parts
 from llmtrain.training.reference import with_reference
 from llmtrain.training.run import Run, RunStatus
-from llmtrain.training.settings import Settings
+from llmtrain.training.settings import RunConfig, Settings
 from llmtrain.training.summary import publish
-
-# Entries of a start in run.json that trackers get along with the settings.
-_TRACKED_KEYS = (
-    "versions",
-    "git_sha",
-    "code_sha256",
-    "processes",
-    "sharded",
-    "device",
-    "mixed_precision",
-)
 
 
 @contextlib.contextmanager
@@ -127,33 +116,26 @@ def open_run(
     )
 
     with contextlib.ExitStack() as contexts:
-
-        def choose() -> ResumePoint:
-            """Choose the folder on rank 0, and hold its lock until ``contexts`` closes."""
-            choosing = choose_folder(
-                settings.run.output_dir,
-                resume=settings.run.resume_from_checkpoint,
-                fingerprint=fingerprint,
-                record=details,
-                run_id=sweep_run_id() if "wandb" in settings.run.trackers else None,
-            )
-            return contexts.enter_context(choosing)
-
-        if settings.run.dry_run:
-            resume_point = ResumePoint(Path(settings.run.output_dir))
-        else:
-            resume_point = ranks.on_main(choose)
-            say("run", f"{resume_point.folder} ({resume_point.reason})")
-            if resume_point.follows_failure:
-                ranks.on_all(bundle.check_files)
+        resume_point = _choose_folder(contexts, ranks, settings.run, fingerprint, details)
+        if resume_point.follows_failure:
+            ranks.on_all(bundle.check_files)
         keep_recomputation(settings, bundle, resume_point.recompute_every)
         if bundle.recomputation is not None and bundle.recomputation.reason:
             say("recompute", bundle.recomputation.reason)
 
         check_interrupt()
-        run = _new_run(
-            ranks,
-            settings,
+        saver = Saver(
+            resume_point.folder / "checkpoints",
+            bundle.files,
+            keep=settings.run.save_total_limit,
+            in_background=settings.run.async_save,
+        )
+        if resume_point.checkpoint:
+            saver.verified.append(resume_point.checkpoint)
+        run = Run(
+            accelerator=accelerator,
+            ranks=ranks,
+            settings=settings,
             layout=layout,
             rows=rows,
             bundle=bundle,
@@ -161,9 +143,20 @@ def open_run(
             rates=rates,
             fingerprint=fingerprint,
             resume_point=resume_point,
+            writer=RunFolder(resume_point.folder, resume_point.start_id, ranks.is_main),
+            saver=saver,
+            metrics=Metrics(ranks, resume_point.folder, settings.parallel.ddp_timeout),
+            # Tokenising, loading the model and the reference pass have taken part of the time.
+            deadline=Deadline.of(settings.run.max_hours, seconds_since_start()),
+            patience=Patience(
+                settings.eval.early_stopping_patience,
+                settings.eval.metric_for_best_model,
+                keeps_best=settings.eval.keeps_best,
+            ),
+            status=RunStatus(step=resume_point.step, tokens=resume_point.tokens),
         )
         if not settings.run.dry_run:
-            contexts.enter_context(_recorded(run))
+            contexts.enter_context(_recorded(run, resolved_settings))
         yield run
 
     leave_group()
@@ -171,69 +164,112 @@ def open_run(
         publish(run.folder / "model", settings.run.push_to_hub)
 
 
-def _new_run(
-    ranks: Ranks,
+def run_fingerprint(
+    accelerator: Accelerator,
     settings: Settings,
-    *,
-    layout: Layout,
     rows: Tokenized,
     bundle: ModelBundle,
     parts: Parts,
     rates: LearningRates,
-    fingerprint: JsonObject,
-    resume_point: ResumePoint,
-) -> Run:
-    """Make the run that starts at a resume point."""
-    saver = Saver(
-        resume_point.folder / "checkpoints",
-        bundle.files,
-        keep=settings.run.save_total_limit,
-        in_background=settings.run.async_save,
-    )
-    if resume_point.checkpoint:
-        saver.verified.append(resume_point.checkpoint)
+    layout: Layout,
+) -> JsonObject:
+    """Return everything that a run's steps depend on, as a JSON object.
 
-    return Run(
-        accelerator=ranks.accelerator,
-        ranks=ranks,
-        settings=settings,
-        layout=layout,
-        rows=rows,
-        bundle=bundle,
-        parts=parts,
-        rates=rates,
-        fingerprint=fingerprint,
-        resume_point=resume_point,
-        writer=RunFolder(resume_point.folder, resume_point.start_id, ranks.is_main),
-        saver=saver,
-        metrics=Metrics(ranks, resume_point.folder, settings.parallel.ddp_timeout),
-        # Tokenising, loading the model and the reference pass have taken part of the time.
-        deadline=Deadline.of(settings.run.max_hours, seconds_since_start()),
-        patience=Patience(
+    A run resumes from a checkpoint only if the fingerprints match. If the user names the
+    checkpoint, the keys in :data:`llmtrain.record.resume.MAY_CHANGE` may differ. The parallel
+    layout is not part of the fingerprint, except with ``--bitwise``: its bits depend on the layout.
+    """
+    stopping = None
+    if settings.eval.keeps_best:
+        stopping = [
             settings.eval.early_stopping_patience,
             settings.eval.metric_for_best_model,
-            keeps_best=settings.eval.keeps_best,
-        ),
-        status=RunStatus(step=resume_point.step, tokens=resume_point.tokens),
-    )
+            settings.eval.eval_steps,
+        ]
+
+    return {
+        "model": bundle.files.config,
+        "initial_weights": bundle.start,
+        "random": RANDOM_VERSION,
+        "data": rows.metadata.data_sha256,
+        "mixture": [] if rows.mixture is None else rows.mixture.weights,
+        "tokenizer": rows.metadata.tokenizer_sha256,
+        "block_size": rows.metadata.block_size,
+        "global_batch_size": settings.data.global_batch_size,
+        "seed": settings.optim.seed,
+        "bitwise": layout.bitwise_fingerprint(accelerator) if settings.parallel.bitwise else None,
+        "optimizer": {**settings.optim.fingerprint, **parts.optimizer_fingerprint()},
+        "learning_rates": rates.fingerprint,
+        **parts.fingerprint(),
+        "gradient_exchange": settings.parallel.approximation,
+        "order": rows.order,
+        "early_stopping": stopping,
+        "own_settings": settings_fingerprint(settings),
+    }
+
+
+def _choose_folder(
+    contexts: contextlib.ExitStack,
+    ranks: Ranks,
+    config: RunConfig,
+    fingerprint: JsonObject,
+    details: JsonObject,
+) -> ResumePoint:
+    """Choose the folder on rank 0, and hold its lock until ``contexts`` closes."""
+    if config.dry_run:
+        return ResumePoint(Path(config.output_dir))
+
+    def choose() -> ResumePoint:
+        choosing = choose_folder(
+            config.output_dir,
+            resume=config.resume_from_checkpoint,
+            fingerprint=fingerprint,
+            record=details,
+            run_id=sweep_run_id() if "wandb" in config.trackers else None,
+        )
+        return contexts.enter_context(choosing)
+
+    resume_point = ranks.on_main(choose)
+    say("run", f"{resume_point.folder} ({resume_point.reason})")
+    return resume_point
 
 
 @contextlib.contextmanager
-def _recorded(run: Run) -> Iterator[None]:
+def _recorded(run: Run, settings: dict[str, JsonObject]) -> Iterator[None]:
     """Write a run's record and feed its trackers until the block ends.
 
     However the block ends, ``status.json`` gets the reason. The caller holds the folder's lock.
     """
-    settings = resolved(run.settings)
+    resume_point = run.resume_point
 
-    def begin() -> tuple[JsonObject, TrackedRun]:
+    def begin() -> JsonObject:
+        recomputation = run.bundle.recomputation
+        start = {
+            "step": resume_point.step,
+            "from": None if resume_point.checkpoint is None else str(resume_point.checkpoint),
+            "lost_checkpoints": resume_point.damaged_checkpoints,
+            "processes": run.ranks.world_size,
+            "sharded": run.ranks.sharding.layout if run.ranks.is_sharded else None,
+            "device": run.ranks.device.type,
+            "mixed_precision": run.accelerator.mixed_precision,
+            "recompute_every": None if recomputation is None else recomputation.every,
+            "threads": torch.get_num_threads(),
+        }
+        record = run_record(
+            resume_point.earlier_record,
+            run_id=resume_point.run_id,
+            extends=resume_point.extends(),
+            fingerprint=run.fingerprint,
+            settings=settings,
+            details=asdict(run.rows.metadata),
+            start=start,
+        )
         # run.json comes first: without it, a start that fails here would use up the folder's name.
-        record = _record_of(run, settings)
         run.writer.write("run.json", record)
-        run.writer.begin(run.step, run.resume_point.extended_run)
-        return record, _tracked(run, record)
+        run.writer.begin(run.step, resume_point.extended_run)
+        return record
 
-    record, tracked = run.ranks.on_main(begin)
+    record = run.ranks.on_main(begin)
     if run.ranks.is_sharded:
         # Ranks that share a model save it together.
         timeout = run.settings.parallel.ddp_timeout + 60
@@ -246,28 +282,23 @@ def _recorded(run: Run) -> Iterator[None]:
         if run.ranks.is_main and "wandb" in trackers:
             contexts.enter_context(copied_output(run.folder / OUTPUT_FILE))
         contexts.enter_context(_failures_recorded(run))
-        run.metrics.start(trackers, tracked)
+        run.metrics.start(trackers, _tracked(run, record))
         if run.metrics.addresses:
             run.writer.write("run.json", record | {"trackers": run.metrics.addresses})
-        _record_lost_steps(run)
+        damaged = resume_point.damaged_checkpoints
+        if damaged:
+            last_step = int(re.findall(r"step-(\d+)", damaged[0])[0])
+            run.record_event(
+                "lost",
+                f"steps {run.step + 1:,} to {last_step:,} were lost and are made again, because no "
+                f"checkpoint was intact ({', '.join(damaged)})",
+            )
         yield
 
         if not run.is_finished:  # which is recorded since the model was written
             run.writer.set_status(run.status.state, run.step, run.status.reason)
         model = run.folder / "model" if run.is_finished else None
         run.metrics.close(exit_code=0, model=model)
-
-
-def _record_lost_steps(run: Run) -> None:
-    """Record an event if the run starts again because none of its checkpoints is intact."""
-    damaged = run.resume_point.damaged_checkpoints
-    if damaged:
-        last_step = int(re.findall(r"step-(\d+)", damaged[0])[0])
-        run.record_event(
-            "lost",
-            f"steps {run.step + 1:,} to {last_step:,} were lost and are made again, because no "
-            f"checkpoint was intact ({', '.join(damaged)})",
-        )
 
 
 @contextlib.contextmanager
@@ -291,57 +322,30 @@ def _failures_recorded(run: Run) -> Iterator[None]:
 
 
 def _tracked(run: Run, record: JsonObject) -> TrackedRun:
-    """Return what trackers are told about a run, whose ``run.json`` has this start."""
-    history = History(
-        folder=run.folder,
-        record=record,
-        status={},
-        entries=[],
-        events=[],
-        samples=[],
-        is_in_progress=True,
-    )
-    start = history.starts[-1]
+    """Return what trackers are told about a run, given its ``run.json``."""
     parameters, trained_parameters = parameter_counts(run.bundle.model)
+    extended = record["extends"] or {"start_times": []}
+    times = [*extended["start_times"], *(start["time"] for start in record["starts"])]
+    start = record["starts"][-1]
     facts = {
         "parameters": parameters,
         "trained_parameters": trained_parameters,
         "data_sha256": run.rows.metadata.data_sha256,
         "layout": run.layout._asdict(),
-        **{key: start[key] for key in _TRACKED_KEYS},
+        "versions": start["versions"],
+        "git_sha": start["git_sha"],
+        "code_sha256": start["code_sha256"],
+        "processes": start["processes"],
+        "sharded": start["sharded"],
+        "device": start["device"],
+        "mixed_precision": start["mixed_precision"],
     }
+    settings = {name: setting["value"] for name, setting in record["settings"].items()}
     return TrackedRun(
         folder=run.folder,
         name=run.settings.run.run_name or run.folder.name,
         run_id=run.resume_point.run_id,
         project=os.environ.get("WANDB_PROJECT", "llmtrain"),
-        config=redacted(history.settings | facts),
-        start_times=history.all_start_seconds(),
-    )
-
-
-def _record_of(run: Run, settings: dict[str, JsonObject]) -> JsonObject:
-    """Return the content of ``run.json``, to which this start is added."""
-    ranks = run.ranks
-    recomputation = run.bundle.recomputation
-    resume_point = run.resume_point
-    start = {
-        "step": resume_point.step,
-        "from": None if resume_point.checkpoint is None else str(resume_point.checkpoint),
-        "lost_checkpoints": resume_point.damaged_checkpoints,
-        "processes": ranks.world_size,
-        "sharded": ranks.sharding.layout if ranks.is_sharded else None,
-        "device": ranks.device.type,
-        "mixed_precision": run.accelerator.mixed_precision,
-        "recompute_every": None if recomputation is None else recomputation.every,
-        "threads": torch.get_num_threads(),
-    }
-    return run_record(
-        resume_point.earlier_record,
-        run_id=resume_point.run_id,
-        extends=resume_point.extends(),
-        fingerprint=run.fingerprint,
-        settings=settings,
-        details=asdict(run.rows.metadata),
-        start=start,
+        config=redacted(settings | facts),
+        start_times=[datetime.fromisoformat(time).timestamp() for time in times],
     )

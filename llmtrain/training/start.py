@@ -1,7 +1,6 @@
-"""Functions that recipes call before training: make the Accelerator, the model and the loaders."""
+"""Functions that recipes call to start a run: make the Accelerator, the model and the loaders."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -13,8 +12,11 @@ from llmtrain.console import check_interrupt, pluralize, say
 from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, first_line, short_repr
+from llmtrain.interfaces.callback import Callback
+from llmtrain.interfaces.metric import Metric, MetricFunction
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.interfaces.objective import Objective
+from llmtrain.interfaces.schedule import Schedule, ScheduleFunction
 from llmtrain.launching.accelerator import start_accelerator, start_planned_accelerator
 from llmtrain.models.dtypes import cast_weights
 from llmtrain.models.export import MODULE_CLASS, ModuleFiles
@@ -26,12 +28,17 @@ from llmtrain.planning import current_plan
 from llmtrain.seeds import seed_of
 from llmtrain.training.auto_recomputation import choose_recomputation
 from llmtrain.training.layout import Layout, describe_steps, fit_to_rows
+from llmtrain.training.opening import open_run
+from llmtrain.training.optim import make_optimizer
 from llmtrain.training.run import Run
-from llmtrain.training.settings import OptimConfig, Settings
+from llmtrain.training.settings import Settings
+from llmtrain.training.train import train
 
 S = TypeVar("S", bound=Settings)
 # Builds a model, given the settings, the rows and the mixed precision.
 Build: TypeAlias = Callable[[S, Tokenized, str], ModelBundle | nn.Module]
+# Makes an optimizer of the parameters of a model, which has been moved to its device.
+OptimizerFunction: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class PlannedModel(BaseException):
@@ -94,38 +101,33 @@ def place(
     check_interrupt()
     fit_to_rows(settings, rows)
     if current_plan() is not None:
-        with _meta_device():
-            bundle = _build_bundle(build, settings, rows, accelerator.mixed_precision, objective)
-            _set_trained_dtype(bundle, settings.optim, accelerator.mixed_precision)
+        try:
+            with torch.device("meta"):
+                bundle = _build_bundle(
+                    build, settings, rows, accelerator.mixed_precision, objective
+                )
+        except (RuntimeError, NotImplementedError) as error:
+            raise UserError(
+                f"the recipe builds its model from values of weights, and a plan has none: "
+                f"{first_line(error)}"
+            ) from error
         raise PlannedModel(settings, rows, bundle)
 
     ranks = ranks_of(accelerator)
     layout = Layout.of(settings.data, ranks.world_size, bitwise=settings.parallel.bitwise)
-    say("batch", _describe_layout(layout, settings))
+    batch = str(layout)
+    if settings.data.is_set("per_device_train_batch_size"):
+        batch += (
+            "; --per_device_train_batch_size limits memory only: the global batch is "
+            f"{pluralize(layout.global_batch_size, 'row')} (--global_batch_size)"
+        )
+    say("batch", batch)
     say("steps", describe_steps(settings, rows))
     torch.manual_seed(seed_of(settings.optim.seed, "model"))
     bundle = _build_bundle(build, settings, rows, accelerator.mixed_precision, objective)
     check_built_weights(ranks, bundle.model)
-    _set_trained_dtype(bundle, settings.optim, accelerator.mixed_precision)
     choose_recomputation(ranks, bundle, settings, layout, rows.positions)
     return move_to_devices(ranks, bundle)
-
-
-@contextlib.contextmanager
-def _meta_device() -> Iterator[None]:
-    """Make the parameters of a block's models on the meta device.
-
-    Raises:
-        UserError: if the block reads the value of a tensor, which is an error on that device.
-    """
-    try:
-        with torch.device("meta"):
-            yield
-    except (RuntimeError, NotImplementedError) as error:
-        raise UserError(
-            f"the recipe builds its model from values of weights, and a plan has none: "
-            f"{first_line(error)}"
-        ) from error
 
 
 def _build_bundle(
@@ -165,38 +167,17 @@ def _build_bundle(
             f"{type(bundle.model).__name__}.forward takes no position_ids, which keep the "
             "documents of a row apart; take them, or leave --isolate_documents out."
         )
+
+    if settings.optim.trained_dtype == "bfloat16":
+        if precision == "fp16":
+            raise UserError(
+                "--dtype bfloat16 needs the mixed precision bf16 or no, and the accelerate config "
+                "asks for fp16; use accelerate launch --mixed_precision bf16."
+            )
+        # Without autocast, a product takes no inputs of two dtypes, so frozen weights change, too.
+        cast_weights(bundle.model, torch.bfloat16, with_frozen=precision == "no")
+        bundle.files = bundle.files.trained_in(torch.bfloat16)
     return bundle
-
-
-def _set_trained_dtype(bundle: ModelBundle, config: OptimConfig, precision: str) -> None:
-    """Give the weights that are trained the dtype of ``--dtype``.
-
-    Frozen ones keep theirs, except without autocast: then a product takes no inputs of two dtypes.
-
-    Raises:
-        UserError: if the mixed precision does not go with it.
-    """
-    if config.trained_dtype == "float32":
-        return
-    if precision == "fp16":
-        raise UserError(
-            "--dtype bfloat16 needs the mixed precision bf16 or no, and the accelerate config asks "
-            "for fp16; use accelerate launch --mixed_precision bf16."
-        )
-    cast_weights(bundle.model, torch.bfloat16, with_frozen=precision == "no")
-    bundle.files = bundle.files.trained_in(torch.bfloat16)
-
-
-def _describe_layout(layout: Layout, settings: Settings) -> str:
-    """Return the line of the start-up log about the global batch."""
-    line = str(layout)
-    if settings.data.is_set("per_device_train_batch_size"):
-        total = pluralize(layout.global_batch_size, "row")
-        line += (
-            "; --per_device_train_batch_size limits memory only: the global batch is "
-            f"{total} (--global_batch_size)"
-        )
-    return line
 
 
 def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
@@ -236,3 +217,72 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         bitwise=settings.parallel.bitwise,
     )
     return batches, eval_batches
+
+
+def fit(
+    settings: S,
+    rows: Tokenized,
+    build: Build[S],
+    *,
+    objective: Objective | None = None,
+    optimizer: OptimizerFunction | None = None,
+    schedule: Schedule | ScheduleFunction | None = None,
+    callbacks: Sequence[Callback] = (),
+    metrics: Sequence[Metric | MetricFunction] = (),
+) -> Run:
+    """Train a model on rows: all that a recipe does after it has made the rows.
+
+    ``recipes/gpt.py`` makes the same calls one by one.
+
+    Args:
+        settings: the settings of the recipe.
+        rows: the rows to train and evaluate on. They are made before, because they must exist
+            before the process group does.
+        build: called with the settings, the rows and the mixed precision. It returns a model or a
+            ModelBundle; see :func:`llmtrain.place`.
+        objective: the loss to minimise, instead of that of the bundle.
+        optimizer: a function of the model that makes the optimizer, such as ``lambda model:
+            torch.optim.SGD(model.parameters(), lr=0.1)``. By default, it is the one that
+            ``--optim`` names.
+        schedule: see :func:`llmtrain.open_run`, as for the next two.
+        callbacks: are called around each step.
+        metrics: are computed in every evaluation.
+
+    Returns:
+        The run, which has ended.
+
+    Raises:
+        UserError: if an argument has the wrong type, or if the run cannot be started.
+    """
+    is_function = callable(optimizer) and not isinstance(optimizer, type)
+    if optimizer is not None and not is_function:
+        raise UserError(
+            f"optimizer: {short_repr(optimizer)} is no function of the model, which exists only "
+            "after it is placed; pass one, such as lambda model: torch.optim.SGD("
+            "model.parameters(), lr=0.1)."
+        )
+    accelerator = start(settings)
+    # The model is sharded over the processes if the accelerate config asks for it.
+    bundle = place(accelerator, build, settings, rows, objective=objective)
+    if optimizer is None:
+        model_optimizer = make_optimizer(accelerator, bundle.model, settings.optim)
+    else:
+        model_optimizer = optimizer(bundle.model)
+
+    # This opens the run folder, and chooses the checkpoint to resume from.
+    with open_run(
+        accelerator,
+        settings,
+        rows,
+        bundle,
+        model_optimizer,
+        schedule=schedule,
+        callbacks=callbacks,
+        metrics=metrics,
+    ) as run:
+        train_batches, eval_batches = loaders(run)
+        train(
+            run,
+            *accelerator.prepare(bundle.model, model_optimizer, train_batches, eval_batches),
+        )
+    return run

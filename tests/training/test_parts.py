@@ -342,7 +342,7 @@ class NeedsSecondHead(lt.Objective):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"optimizer": sgd(Bigram())}, "this SGD was made too early"),
+        ({"optimizer": sgd(Bigram())}, "optimizer: SGD .* is no function of the model"),
         ({"optimizer": torch.optim.SGD}, "optimizer: the class SGD"),
         ({"optimizer": lambda model: None}, "optimizer: None"),
         ({"optimizer": lambda model: sgd(Bigram())}, "parameter of the optimizer SGD"),
