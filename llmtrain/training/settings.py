@@ -130,11 +130,6 @@ class OptimConfig(Config):
     )
 
     def __post_init__(self) -> None:
-        if self.max_steps == -1:  # the default of transformers' Trainer
-            raise UserError(
-                "--max_steps -1 is out of range: it must be at least 1; to train for some epochs, "
-                "use --num_train_epochs and leave --max_steps out."
-            )
         require_at_least(self, 1, "max_steps")
         require_at_least(self, 0, "learning_rate", "min_lr", "weight_decay", "adam_epsilon")
         require_at_least(self, 0, "skip_nonfinite", "seed")

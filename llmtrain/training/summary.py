@@ -116,7 +116,7 @@ def show_result(folder: Path, rows: Tokenized, text: str | None) -> None:
 def _print_sample(
     model_folder: Path, rows: Tokenized, question: list[int] | None, text: str
 ) -> None:
-    if question is None:
+    if question is None or rows.tokenizer is None:
         print(redacted(f"\n--- a sample of {model_folder} {_RULE}"))
     else:
         print(f"\n--- a question that is not in the training data {_RULE}")

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,26 +68,29 @@ class WeightAverage(Callback):
         self.decay = decay
         self.tail = tail
         self._folder = folder
-        self._skipped_steps = 0  # at the beginning of the run
-        self._count = 0  # steps in the average
-        self._average: dict[str, torch.Tensor] = {}
-        self._shards: dict[str, torch.Tensor] = {}  # this rank's shards of the weights
 
     def setup(self, training: Any) -> None:
         self._training = training
-        self._count = 0
         if self._folder is not None:
-            _check_free(training.folder / self._folder)
+            path = training.folder / self._folder
+            # An earlier start may have written a model there.
+            if path.exists() and not any(path.glob("*.safetensors")):
+                raise UserError(
+                    f"WeightAverage: {path} exists; name another folder, such as model-ema."
+                )
         # As the decimal number that the user wrote: 0.1 is a little more in binary.
         tail = Fraction(str(self.tail or 1))
-        self._skipped_steps = math.floor((1 - tail) * training.max_steps)
+        self._skipped_steps = math.floor((1 - tail) * training.max_steps)  # before the first one
 
-        self._average = {}
-        self._shards = {}
+        self._count = 0  # steps in the average
+        self._average: dict[str, torch.Tensor] = {}
+        # This rank's shards of the weights and of their average.
+        self._shards: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, parameter in training.model.named_parameters():
             if parameter.requires_grad:
-                self._average[name] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
-                self._shards[name] = local_shard(parameter)
+                average = torch.zeros_like(parameter.detach(), dtype=torch.float32)
+                self._average[name] = average
+                self._shards.append((local_shard(parameter), local_shard(average)))
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self._count, "average": self._average}
@@ -106,9 +108,8 @@ class WeightAverage(Callback):
         weight = 1 / (self._count + 1)
         if self.decay is not None:
             weight = max(weight, 1 - self.decay)
-        for name, shard in self._shards.items():
-            average = local_shard(self._average[name])
-            moved = average.lerp(shard.float(), weight)
+        for weights, average in self._shards:
+            moved = average.lerp(weights.float(), weight)
             assign(average, moved, skip=result.is_skipped.to(average.device))
 
     def on_step_result(self, step: int, result: StepResult) -> None:
@@ -129,17 +130,11 @@ class WeightAverage(Callback):
     @contextlib.contextmanager
     def weights_replaced(self) -> Iterator[None]:
         """Give the model the average weights until the block ends; all ranks call this."""
-        weights = {name: shard.clone() for name, shard in self._shards.items()}
+        kept = [weights.clone() for weights, _ in self._shards]
         try:
-            for name, shard in self._shards.items():
-                shard.copy_(local_shard(self._average[name]))
+            for weights, average in self._shards:
+                weights.copy_(average)
             yield
         finally:
-            for name, shard in self._shards.items():
-                shard.copy_(weights[name])
-
-
-def _check_free(path: Path) -> None:
-    """Raise :class:`UserError` if a path exists, unless an earlier start has written a model."""
-    if path.exists() and not any(path.glob("*.safetensors")):
-        raise UserError(f"WeightAverage: {path} exists; name another folder, such as model-ema.")
+            for (weights, _), kept_weights in zip(self._shards, kept, strict=True):
+                weights.copy_(kept_weights)
