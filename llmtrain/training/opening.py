@@ -95,11 +95,7 @@ def open_run(
             "and there are none; raise --eval_fraction, or name eval data with --eval_dataset."
         )
     parts = Parts.of(
-        bundle.model,
-        bundle.objective,
-        optimizer,
-        callbacks=callbacks,
-        metrics=metrics,
+        bundle.model, bundle.objective, optimizer, callbacks=callbacks, metrics=metrics
     )
     check_optimizer_flags(settings.optim, bundle.model, optimizer, schedule)
     rates = LearningRates(optimizer, settings.optim, schedule)
@@ -109,11 +105,8 @@ def open_run(
     fingerprint = run_fingerprint(accelerator, settings, rows, bundle, parts, rates, layout)
     resolved_settings = resolved(settings)
     details = {**asdict(rows.metadata), "settings": resolved_settings}
-    check_ranks_agree(
-        ranks,
-        run_description(fingerprint, resolved_settings, accelerator.mixed_precision),
-        details,
-    )
+    description = run_description(fingerprint, resolved_settings, accelerator.mixed_precision)
+    check_ranks_agree(ranks, description, details)
 
     with contextlib.ExitStack() as contexts:
         resume_point = _choose_folder(contexts, ranks, settings.run, fingerprint, details)
@@ -234,42 +227,43 @@ def _choose_folder(
     return resume_point
 
 
+def _begin(run: Run, settings: dict[str, JsonObject]) -> JsonObject:
+    """Add this start to ``run.json``, begin to write the run's folder, and return the record."""
+    resume_point = run.resume_point
+    recomputation = run.bundle.recomputation
+    start = {
+        "step": resume_point.step,
+        "from": None if resume_point.checkpoint is None else str(resume_point.checkpoint),
+        "lost_checkpoints": resume_point.damaged_checkpoints,
+        "processes": run.ranks.world_size,
+        "sharded": run.ranks.sharding.layout if run.ranks.is_sharded else None,
+        "device": run.ranks.device.type,
+        "mixed_precision": run.accelerator.mixed_precision,
+        "recompute_every": None if recomputation is None else recomputation.every,
+        "threads": torch.get_num_threads(),
+    }
+    record = run_record(
+        resume_point.earlier_record,
+        run_id=resume_point.run_id,
+        extends=resume_point.extends(),
+        fingerprint=run.fingerprint,
+        settings=settings,
+        details=asdict(run.rows.metadata),
+        start=start,
+    )
+    # run.json comes first: without it, a start that fails here would use up the folder's name.
+    run.writer.write("run.json", record)
+    run.writer.begin(run.step, resume_point.extended_run)
+    return record
+
+
 @contextlib.contextmanager
 def _recorded(run: Run, settings: dict[str, JsonObject]) -> Iterator[None]:
     """Write a run's record and feed its trackers until the block ends.
 
     However the block ends, ``status.json`` gets the reason. The caller holds the folder's lock.
     """
-    resume_point = run.resume_point
-
-    def begin() -> JsonObject:
-        recomputation = run.bundle.recomputation
-        start = {
-            "step": resume_point.step,
-            "from": None if resume_point.checkpoint is None else str(resume_point.checkpoint),
-            "lost_checkpoints": resume_point.damaged_checkpoints,
-            "processes": run.ranks.world_size,
-            "sharded": run.ranks.sharding.layout if run.ranks.is_sharded else None,
-            "device": run.ranks.device.type,
-            "mixed_precision": run.accelerator.mixed_precision,
-            "recompute_every": None if recomputation is None else recomputation.every,
-            "threads": torch.get_num_threads(),
-        }
-        record = run_record(
-            resume_point.earlier_record,
-            run_id=resume_point.run_id,
-            extends=resume_point.extends(),
-            fingerprint=run.fingerprint,
-            settings=settings,
-            details=asdict(run.rows.metadata),
-            start=start,
-        )
-        # run.json comes first: without it, a start that fails here would use up the folder's name.
-        run.writer.write("run.json", record)
-        run.writer.begin(run.step, resume_point.extended_run)
-        return record
-
-    record = run.ranks.on_main(begin)
+    record = run.ranks.on_main(lambda: _begin(run, settings))
     if run.ranks.is_sharded:
         # Ranks that share a model save it together.
         timeout = run.settings.parallel.ddp_timeout + 60
@@ -285,7 +279,7 @@ def _recorded(run: Run, settings: dict[str, JsonObject]) -> Iterator[None]:
         run.metrics.start(trackers, _tracked(run, record))
         if run.metrics.addresses:
             run.writer.write("run.json", record | {"trackers": run.metrics.addresses})
-        damaged = resume_point.damaged_checkpoints
+        damaged = run.resume_point.damaged_checkpoints
         if damaged:
             last_step = int(re.findall(r"step-(\d+)", damaged[0])[0])
             run.record_event(

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
-from llmtrain.console import check_interrupt, pluralize, say
+from llmtrain.console import check_interrupt, say
 from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, first_line, short_repr
@@ -100,12 +100,11 @@ def place(
         )
     check_interrupt()
     fit_to_rows(settings, rows)
+    precision = accelerator.mixed_precision
     if current_plan() is not None:
         try:
             with torch.device("meta"):
-                bundle = _build_bundle(
-                    build, settings, rows, accelerator.mixed_precision, objective
-                )
+                bundle = _build_bundle(build, settings, rows, precision, objective)
         except (RuntimeError, NotImplementedError) as error:
             raise UserError(
                 f"the recipe builds its model from values of weights, and a plan has none: "
@@ -117,14 +116,11 @@ def place(
     layout = Layout.of(settings.data, ranks.world_size, bitwise=settings.parallel.bitwise)
     batch = str(layout)
     if settings.data.is_set("per_device_train_batch_size"):
-        batch += (
-            "; --per_device_train_batch_size limits memory only: the global batch is "
-            f"{pluralize(layout.global_batch_size, 'row')} (--global_batch_size)"
-        )
+        batch += "; --per_device_train_batch_size limits memory only, not the rows of a step"
     say("batch", batch)
     say("steps", describe_steps(settings, rows))
     torch.manual_seed(seed_of(settings.optim.seed, "model"))
-    bundle = _build_bundle(build, settings, rows, accelerator.mixed_precision, objective)
+    bundle = _build_bundle(build, settings, rows, precision, objective)
     check_built_weights(ranks, bundle.model)
     choose_recomputation(ranks, bundle, settings, layout, rows.positions)
     return move_to_devices(ranks, bundle)
@@ -232,19 +228,17 @@ def fit(
 ) -> Run:
     """Train a model on rows: all that a recipe does after it has made the rows.
 
-    ``recipes/gpt.py`` makes the same calls one by one.
+    ``recipes/gpt.py`` makes the same calls one by one; :func:`llmtrain.place` and
+    :func:`llmtrain.open_run` tell more of the arguments.
 
     Args:
         settings: the settings of the recipe.
-        rows: the rows to train and evaluate on. They are made before, because they must exist
-            before the process group does.
-        build: called with the settings, the rows and the mixed precision. It returns a model or a
-            ModelBundle; see :func:`llmtrain.place`.
+        rows: the rows to train and evaluate on, made before the process group exists.
+        build: a function of the settings, the rows and the mixed precision that builds the model.
         objective: the loss to minimise, instead of that of the bundle.
         optimizer: a function of the model that makes the optimizer, such as ``lambda model:
-            torch.optim.SGD(model.parameters(), lr=0.1)``. By default, it is the one that
-            ``--optim`` names.
-        schedule: see :func:`llmtrain.open_run`, as for the next two.
+            torch.optim.SGD(model.parameters(), lr=0.1)``, instead of that of ``--optim``.
+        schedule: the learning rates, instead of the warmup and ``--lr_scheduler_type``.
         callbacks: are called around each step.
         metrics: are computed in every evaluation.
 
