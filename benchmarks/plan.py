@@ -252,7 +252,7 @@ def measure_seconds() -> None:
 def compare_seconds(table: Table, processes: int, rate: int, folder: Path) -> None:
     """Add the row of a number of processes and a rate in Mbit/s."""
     recipe_flags = [*LINK_FLAGS, *flags(global_batch_size=ROWS * processes)]
-    memory = Memory(build_recipe_model(GPT_RECIPE, recipe_flags, "no"), on_gpu=False)
+    memory = Memory.of(build_recipe_model(GPT_RECIPE, recipe_flags, "no"), on_gpu=False)
     compute, measured = calibrate_and_measure(memory, recipe_flags, processes, rate, folder)
 
     cluster = Cluster(

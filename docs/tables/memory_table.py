@@ -16,6 +16,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -181,8 +182,10 @@ def planned_lines(model: str, methods: Sequence[str] = tuple(METHODS)) -> list[s
             method = METHODS[name]
             if method.is_lora not in memories:
                 memories[method.is_lora] = _memory(folder, method.is_lora)
-            memory = memories[method.is_lora].with_flags(
-                optim=method.optim, has_bf16_weights=method.has_bf16_weights
+            memory = replace(
+                memories[method.is_lora],
+                optim=method.optim,
+                has_bf16_weights=method.has_bf16_weights,
             )
             lines.append(_line([name, *(_cell(memory, size, method) for size in CARDS)]))
     return lines
@@ -193,7 +196,7 @@ def _memory(folder: Path, is_lora: bool) -> Memory:
     flags = f"{_run_flags(folder)} --dtype float32"
     if is_lora:
         flags += " --lora_r 16"
-    return Memory(build_recipe_model(FINETUNE, flags.split(), "bf16"), on_gpu=True)
+    return Memory.of(build_recipe_model(FINETUNE, flags.split(), "bf16"), on_gpu=True)
 
 
 def _run_flags(folder: Path) -> str:

@@ -61,7 +61,7 @@ def tolerance_of(mixed_precision: str, settings: Mapping[str, Json] | None = Non
     tolerances = [_TOLERANCES.get(precision, _HALF_PRECISION)]
     if settings.get("dtype") == "bfloat16":
         tolerances.append(_BF16_WEIGHTS)
-    if settings.get("optim") in ("adamw_torch_8bit", "paged_adamw_8bit"):
+    if "8bit" in str(settings.get("optim")):  # part of the name of each optimizer that has them
         tolerances.append(_EIGHT_BIT_MOMENTS)
     return widest(tolerances)
 

@@ -103,9 +103,9 @@ class CompactAdamW(torch.optim.Optimizer):
         step = tensors.pop("step")
         assign(step, step + 1, skip)
 
-        # A scalar is computed as a vector.
         shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
-        shards = {name: torch.atleast_1d(shard) for name, shard in shards.items()}
+        if not p.dim():  # a scalar is computed as a vector
+            shards = {name: shard.view(1) for name, shard in shards.items()}
         weights = shards["weights"]
         chunk_numel = CHUNK_NUMEL.get(p.device.type, CHUNK_NUMEL["cpu"])
         rows_per_chunk = max(1, chunk_numel // (weights[:1].numel() or 1))

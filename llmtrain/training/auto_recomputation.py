@@ -70,7 +70,7 @@ def _least_of_run(
     )
     try:
         return least_recomputation(
-            Memory(recipe, on_gpu=ranks.device.type == "cuda"),
+            Memory.of(recipe, on_gpu=ranks.device.type == "cuda"),
             ranks.sharding,
             rows=layout.micro_batch,
             accumulation=layout.accumulation,

@@ -1,9 +1,9 @@
-"""The optimizers that ``--optim`` names."""
+"""The optimizers that ``--optim`` names. A new one is a row of :data:`OPTIMIZERS`."""
 
 import importlib.util
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -16,10 +16,93 @@ from llmtrain.parallel.ranks import TrainingAccelerator, ranks_of
 from llmtrain.shipped import shipped_config
 from llmtrain.training.adamw import CompactAdamW, EightBitAdamW
 from llmtrain.training.device_skip import can_skip_on_device, found_inf_of, skipped_on_device
-from llmtrain.training.low_precision import needs_compensation
+from llmtrain.training.low_precision import BLOCK_SIZE, needs_compensation
 from llmtrain.training.muon import Muon
-from llmtrain.training.optimizer_bytes import BITSANDBYTES_OPTIMIZER
 from llmtrain.training.settings import OptimConfig
+
+
+class OptimizerKind(NamedTuple):
+    """What the package knows of an optimizer that ``--optim`` names.
+
+    Attributes:
+        make: makes it, given parameter groups and the keywords ``lr``, ``betas`` and ``eps``.
+        classes: the full names of the classes that it may be of.
+        initial_state: returns the state of a parameter before its first step. On the meta device,
+            this is how much memory the state needs.
+        has_muon: whether Muon trains the hidden matrices, and ``make`` is for the rest.
+        can_shard: whether it can train the shards of FSDP2.
+        keeps_small_updates: whether it keeps what rounding cuts off weights in bfloat16.
+        has_chunks: whether a step copies float32 weights, in chunks of
+            :data:`~llmtrain.training.adamw.CHUNK_NUMEL`. With weights in bfloat16 each one does.
+    """
+
+    make: Callable[..., torch.optim.Optimizer]
+    classes: tuple[str, ...]
+    initial_state: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+    has_muon: bool = False
+    can_shard: bool = True
+    keeps_small_updates: bool = True
+    has_chunks: bool = False
+
+
+def _adamw(groups: list[JsonObject], **settings: Any) -> torch.optim.Optimizer:
+    """Return AdamW, which is torch's own if all weights are float32."""
+    if any(needs_compensation(p) for group in groups for p in group["params"]):
+        return CompactAdamW(groups, **settings)
+    return torch.optim.AdamW(groups, fused=True, **settings)
+
+
+def _paged_adamw(groups: list[JsonObject], **settings: Any) -> torch.optim.Optimizer:
+    """Return AdamW of bitsandbytes, whose 8-bit state may be moved to the host's memory."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            "--optim paged_adamw_8bit needs bitsandbytes: pip install 'llmtrain[four_bits]', or "
+            "use adamw_torch_8bit, which needs no further package."
+        )
+    from bitsandbytes.optim import PagedAdamW8bit
+
+    optimizer: torch.optim.Optimizer = PagedAdamW8bit(groups, **settings)
+    return optimizer
+
+
+def _paged_adamw_state(p: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the state of AdamW in bitsandbytes, which divides flattened tensors into blocks."""
+    numel = p.numel()
+    if numel < 4096:
+        moment = p.new_empty(numel, dtype=torch.float32)
+        return {"state1": moment, "state2": moment}
+    codes = p.new_empty(numel, dtype=torch.uint8)
+    scales = p.new_empty(-(-numel // BLOCK_SIZE), dtype=torch.float32)
+    return {"state1": codes, "state2": codes, "absmax1": scales, "absmax2": scales}
+
+
+# The choices and the help of `--optim` are in OptimConfig, so that `--help` imports no torch.
+OPTIMIZERS = {
+    "adamw": OptimizerKind(
+        make=_adamw,
+        classes=("torch.optim.adamw.AdamW", "llmtrain.training.adamw.CompactAdamW"),
+        initial_state=CompactAdamW.initial_state,
+    ),
+    "adamw_torch_8bit": OptimizerKind(
+        make=EightBitAdamW,
+        classes=("llmtrain.training.adamw.EightBitAdamW",),
+        initial_state=EightBitAdamW.initial_state,
+        has_chunks=True,
+    ),
+    "muon": OptimizerKind(
+        make=_adamw,
+        classes=("llmtrain.training.optim.MuonWithAdamW",),
+        initial_state=CompactAdamW.initial_state,
+        has_muon=True,
+    ),
+    "paged_adamw_8bit": OptimizerKind(
+        make=_paged_adamw,
+        classes=("bitsandbytes.optim.adamw.PagedAdamW8bit",),
+        initial_state=_paged_adamw_state,
+        can_shard=False,
+        keeps_small_updates=False,
+    ),
+}
 
 
 def make_optimizer(
@@ -34,13 +117,20 @@ def make_optimizer(
     Raises:
         UserError: if the optimizer is not installed, or does not support the model's weights.
     """
+    kind = OPTIMIZERS[config.optim]
     trained = [p for p in model.parameters() if p.requires_grad]
-    _check_supported(config.optim, accelerator, trained)
+    if not kind.keeps_small_updates and any(needs_compensation(p) for p in trained):
+        raise UserError(
+            f"--optim {config.optim} loses small updates of bfloat16 weights; use adamw, "
+            "adamw_torch_8bit or muon, or leave --dtype bfloat16 out."
+        )
+    if not kind.can_shard and ranks_of(accelerator).is_sharded:
+        raise UserError(
+            f"--optim {config.optim} cannot train sharded weights; use "
+            f"{shipped_config('multi_gpu')}, which does not shard, or adamw_torch_8bit."
+        )
 
-    for_muon: list[nn.Parameter] = []
-    if config.optim == "muon":
-        for_muon = hidden_matrices(model)
-
+    for_muon = hidden_matrices(model) if kind.has_muon else []
     muon_ids = {id(p) for p in for_muon}
     others = [p for p in trained if id(p) not in muon_ids]
     decayed_ids = {id(p) for _, p in decayed_parameters(model)}
@@ -51,71 +141,26 @@ def make_optimizer(
         },
         {"params": [p for p in others if id(p) not in decayed_ids], "weight_decay": 0.0},
     ]
-    if config.optim == BITSANDBYTES_OPTIMIZER:
-        optimizer = _paged_adamw(groups, config)
-    else:
-        optimizer = _adamw(groups, config)
+    optimizer = kind.make(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+    )
     if not for_muon:
         return optimizer
 
+    # With --bitwise, ranks do not divide Muon's work, because the division depends on the layout.
+    divides_work = isinstance(accelerator, TrainingAccelerator) and not accelerator.bitwise
     muon = Muon(
         for_muon,
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
         momentum=config.adam_beta1,
         dtype=torch.bfloat16 if accelerator.mixed_precision == "bf16" else None,
-        ranks=ranks_of(accelerator) if _may_share_work(accelerator) else None,
+        ranks=ranks_of(accelerator) if divides_work else None,
     )
     return MuonWithAdamW(muon, optimizer)
-
-
-def _adamw(groups: list[JsonObject], config: OptimConfig) -> torch.optim.Optimizer:
-    """Return AdamW, which is torch's own if all weights are float32."""
-    settings: dict[str, Any] = {
-        "lr": config.learning_rate,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": config.adam_epsilon,
-    }
-    has_compact_weights = any(needs_compensation(p) for group in groups for p in group["params"])
-    if config.optim == "adamw_torch_8bit":
-        return EightBitAdamW(groups, **settings)
-    if has_compact_weights:
-        return CompactAdamW(groups, **settings)
-    return torch.optim.AdamW(groups, fused=True, **settings)
-
-
-def _paged_adamw(groups: list[JsonObject], config: OptimConfig) -> torch.optim.Optimizer:
-    """Return AdamW of bitsandbytes, whose 8-bit state may be moved to the host's memory."""
-    from bitsandbytes.optim import PagedAdamW8bit
-
-    optimizer: torch.optim.Optimizer = PagedAdamW8bit(
-        groups,
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-    )
-    return optimizer
-
-
-def _check_supported(name: str, accelerator: Accelerator, trained: list[nn.Parameter]) -> None:
-    """Raise :class:`UserError` if the optimizer of bitsandbytes cannot train these weights."""
-    if name != BITSANDBYTES_OPTIMIZER:
-        return
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            "--optim paged_adamw_8bit needs bitsandbytes: pip install 'llmtrain[four_bits]', or "
-            "use adamw_torch_8bit, which needs no further package."
-        )
-    if any(needs_compensation(p) for p in trained):
-        raise UserError(
-            f"--optim {name} loses small updates of bfloat16 weights; use adamw, adamw_torch_8bit "
-            "or muon, or leave --dtype bfloat16 out."
-        )
-    if ranks_of(accelerator).is_sharded:
-        raise UserError(
-            f"--optim {name} cannot train sharded weights; use {shipped_config('multi_gpu')}, "
-            "which does not shard, or adamw_torch_8bit."
-        )
 
 
 def is_made_by_flag(optimizer: torch.optim.Optimizer, name: str, model: nn.Module) -> bool:
@@ -124,26 +169,17 @@ def is_made_by_flag(optimizer: torch.optim.Optimizer, name: str, model: nn.Modul
     For a model without hidden matrices, such as one whose adapters are all in the embedding, Muon
     has nothing to do, and AdamW is of its kind.
     """
-    if name == "muon" and hidden_matrices(model):
-        return isinstance(optimizer, MuonWithAdamW)
-    if name == BITSANDBYTES_OPTIMIZER:
-        return type(optimizer).__name__ == "PagedAdamW8bit"
-    if name == "adamw_torch_8bit" or isinstance(optimizer, EightBitAdamW):
-        return name == "adamw_torch_8bit" and isinstance(optimizer, EightBitAdamW)
-    return isinstance(optimizer, torch.optim.AdamW | CompactAdamW)
+    if OPTIMIZERS[name].has_muon and not hidden_matrices(model):
+        name = "adamw"
+    bases = [f"{base.__module__}.{base.__name__}" for base in type(optimizer).__mro__]
+    named = {cls: kind for kind, row in OPTIMIZERS.items() for cls in row.classes}
+    kinds = [named[base] for base in bases if base in named]
+    return bool(kinds) and kinds[0] == name
 
 
 def keeps_small_updates(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer keeps what rounding cuts off weights in bfloat16."""
-    return isinstance(optimizer, CompactAdamW | Muon | MuonWithAdamW)
-
-
-def _may_share_work(accelerator: Accelerator) -> bool:
-    """Return whether ranks may divide Muon's matrices among them.
-
-    They may not with ``--bitwise``, because the division depends on the layout.
-    """
-    return isinstance(accelerator, TrainingAccelerator) and not accelerator.bitwise
+    return getattr(optimizer, "keeps_small_updates", False)
 
 
 # What transformers' Trainer excludes from weight decay by its name, in lower case
@@ -198,6 +234,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Its parameter groups are Muon's, then AdamW's. Each keeps the settings that it has.
     """
+
+    keeps_small_updates = True
 
     def __init__(self, muon: Muon, adamw: torch.optim.Optimizer) -> None:
         self.parts = (muon, adamw)

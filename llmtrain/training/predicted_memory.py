@@ -6,6 +6,7 @@ the activations.
 """
 
 import functools
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import nn
@@ -21,21 +22,19 @@ from llmtrain.training.activations import (
     count_activations,
     with_some_recomputed,
 )
+from llmtrain.training.adamw import CHUNK_BYTES, CHUNK_NUMEL
 from llmtrain.training.muon import batches_of
-from llmtrain.training.optim import hidden_matrices
-from llmtrain.training.optimizer_bytes import step_bytes
+from llmtrain.training.optim import OPTIMIZERS, OptimizerKind, hidden_matrices
 from llmtrain.training.parameter_bytes import (
+    BF16_BYTES,
+    FLOAT32_BYTES,
     LocalParameter,
-    Unit,
-    gradient_bytes,
+    UnitBytes,
     parameters_of,
     units_of_model,
     weight_bytes,
 )
 from llmtrain.training.settings import Settings
-
-_FLOAT32_BYTES = 4
-_BF16_BYTES = 2
 
 
 class RecipeModel(NamedTuple):
@@ -93,37 +92,50 @@ class Bytes(NamedTuple):
     total: float
 
 
-class _Buckets(NamedTuple):
-    """Bytes of gathered weights and of gradients being sent, at two moments."""
-
-    at_loss: float
-    in_backward: float
-
-
+@dataclass
 class Memory:
     """The memory that the training of one model needs.
 
-    Args:
-        recipe: the model, and how it is trained.
-        on_gpu: whether it is trained on GPUs.
+    :func:`dataclasses.replace` returns that of the same model with other flags.
 
     Attributes:
-        bf16: whether autocast computes in bfloat16.
-        reduces_once: whether gradients accumulate over the micro-batches of a step, and are reduced
-            after the last one. With ``--sync_each_batch`` they are reduced after each one.
+        recipe: the model, and how it is trained.
+        on_gpu: whether it is trained on GPUs.
         optim: the optimizer, as in ``--optim``.
         has_bf16_weights: whether the trained weights are in bfloat16.
-        counted: the activations of micro-batches that were counted.
+        reduces_once: whether gradients accumulate over the micro-batches of a step, and are reduced
+            after the last one. With ``--sync_each_batch`` they are reduced after each one.
+        counted: the activations of micro-batches that were counted, which takes a second.
     """
 
-    def __init__(self, recipe: RecipeModel, on_gpu: bool) -> None:
-        self.recipe = recipe
-        self.on_gpu = on_gpu
-        self.bf16 = recipe.precision == "bf16"
-        self.reduces_once = not recipe.settings.parallel.sync_each_batch
-        self.optim: str = recipe.settings.optim.optim
-        self.has_bf16_weights = recipe.settings.optim.trained_dtype == "bfloat16"
-        self.counted: dict[MicroBatch, ActivationBytes] = {}
+    recipe: RecipeModel
+    on_gpu: bool
+    optim: str
+    has_bf16_weights: bool
+    reduces_once: bool
+    counted: dict[MicroBatch, ActivationBytes] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, recipe: RecipeModel, on_gpu: bool) -> "Memory":
+        """Return the memory with the flags of the recipe."""
+        settings = recipe.settings
+        return cls(
+            recipe=recipe,
+            on_gpu=on_gpu,
+            optim=settings.optim.optim,
+            has_bf16_weights=settings.optim.trained_dtype == "bfloat16",
+            reduces_once=not settings.parallel.sync_each_batch,
+        )
+
+    @property
+    def bf16(self) -> bool:
+        """Whether autocast computes in bfloat16."""
+        return self.recipe.precision == "bf16"
+
+    @property
+    def optimizer(self) -> OptimizerKind:
+        """The kind of the optimizer."""
+        return OPTIMIZERS[self.optim]
 
     @property
     def decides_recomputation(self) -> bool:
@@ -135,47 +147,30 @@ class Memory:
         is_auto = value_of(settings, "gradient_checkpointing", default=False) is None
         return is_auto and self.on_gpu and not settings.parallel.bitwise
 
-    def with_flags(
-        self,
-        *,
-        optim: str | None = None,
-        has_bf16_weights: bool | None = None,
-        reduces_once: bool | None = None,
-    ) -> "Memory":
-        """Return the memory that the same model needs with other flags."""
-        memory = Memory(self.recipe, self.on_gpu)
-        memory.counted = self.counted  # counting takes a second
-        memory.optim = self.optim if optim is None else optim
-        memory.has_bf16_weights = (
-            self.has_bf16_weights if has_bf16_weights is None else has_bf16_weights
-        )
-        memory.reduces_once = self.reduces_once if reduces_once is None else reduces_once
-        return memory
-
     # --- what a process has
-
-    @functools.cached_property
-    def units(self) -> list[Unit]:
-        """The units that FSDP2 gathers. The last one is the rest of the model.
-
-        Raises:
-            UserError: if the model has no blocks.
-        """
-        return units_of_model(self.recipe.model, bf16=self.bf16)
 
     @functools.cached_property
     def parameters(self) -> list[LocalParameter]:
         """Each parameter, before FSDP2 shards it."""
         return parameters_of(
             self.recipe.model,
-            self.optim,
+            self.optimizer,
             has_bf16_weights=self.has_bf16_weights,
             muon_matrices=self._muon_matrices,
         )
 
     @functools.cached_property
+    def units(self) -> list[UnitBytes]:
+        """The units that FSDP2 gathers. The last one is the rest of the model.
+
+        Raises:
+            UserError: if the model has no blocks.
+        """
+        return units_of_model(self.recipe.model, self.parameters, bf16=self.bf16)
+
+    @functools.cached_property
     def _muon_matrices(self) -> list[nn.Parameter]:
-        return hidden_matrices(self.recipe.model) if self.optim == "muon" else []
+        return hidden_matrices(self.recipe.model) if self.optimizer.has_muon else []
 
     def activations(
         self, rows: int, gathers_weights: bool, every: int | None = None
@@ -195,7 +190,7 @@ class Memory:
         if gathers_weights:
             for unit in self.units:
                 if unit.is_bf16:
-                    in_bf16 |= unit.names
+                    in_bf16.update(p.name for p in unit.parameters)
         if self.has_bf16_weights:
             in_bf16.update(p.name for p in self.parameters if p.is_trained)
 
@@ -248,51 +243,50 @@ class Memory:
             every: which blocks compute their activations again, as in :meth:`activations`.
         """
         activations = self.activations(rows, sharding.is_sharded, every)
-        at_loss = activations.highest
+        highest = activations.highest
         other_blocks = activations.per_block * (activations.blocks - 1)
-        in_backward = activations.before_blocks + other_blocks
+        in_first_block = activations.before_blocks + other_blocks
 
-        parameters = self.parameters
-        weights = weight_bytes(parameters, sharding.shards)
-        optimizer = float(sum(p.state_bytes(sharding.shards) for p in parameters))
-        reduced_gradients = gradient_bytes(parameters, sharding.shards)
+        trained = [p for p in self.parameters if p.is_trained]
+        weights = weight_bytes(self.parameters, sharding.shards)
+        optimizer = float(sum(p.state_bytes(sharding.shards) for p in trained))
+        reduced_gradients = weight_bytes(trained, sharding.shards)
 
-        gradients = reduced_gradients
-        # The gradients that earlier micro-batches have left when the last micro-batch begins.
-        earlier_gradients = 0.0 if accumulation == 1 else gradients
         reduces_each_batch = accumulation == 1 or not self.reduces_once
+        gradients = reduced_gradients
+        if sharding.is_sharded and not reduces_each_batch:
+            gradients = float(sum(unit.gradients for unit in self.units))
 
-        buckets = _Buckets(at_loss=0.0, in_backward=0.0)
+        # The gradients that are there when the last micro-batch begins: those of earlier ones. DDP
+        # keeps its buckets, in which gradients live, from step to step.
+        is_ddp = sharding.replicas > 1 and not sharding.is_sharded
+        earlier_gradients = gradients if accumulation > 1 or is_ddp else 0.0
+
+        buckets_at_loss = 0.0
+        buckets_in_backward = 0.0
         if sharding.is_sharded:
-            buckets = self._gathered(reduces_each_batch)
-            if not reduces_each_batch:
-                gradients = float(sum(unit.gradient_bytes(parameters) for unit in self.units))
-                earlier_gradients = gradients
-        elif sharding.replicas > 1:
-            # DDP keeps its buckets from step to step, and gradients live in them. If gradients
-            # accumulate over micro-batches, they need memory besides the buckets.
-            earlier_gradients = gradients
-            if not reduces_each_batch:
-                buckets = _Buckets(at_loss=gradients, in_backward=gradients)
+            buckets_at_loss, buckets_in_backward = self._gathered(reduces_each_batch)
+        elif is_ddp and not reduces_each_batch:
+            # Gradients that accumulate over micro-batches need memory besides the buckets.
+            buckets_at_loss = gradients
+            buckets_in_backward = gradients
 
-        moments = [
-            earlier_gradients + at_loss.total + buckets.at_loss,
-            earlier_gradients + in_backward + buckets.in_backward,
-            gradients + activations.end_of_backward + buckets.in_backward,
-            reduced_gradients + self._step_bytes(sharding.shards),
-        ]
+        at_loss = earlier_gradients + highest.total + buckets_at_loss
+        in_backward = earlier_gradients + in_first_block + buckets_in_backward
+        at_end_of_backward = gradients + activations.end_of_backward + buckets_in_backward
+        in_step = reduced_gradients + self._step_bytes(sharding.shards)
         return Bytes(
             weights=weights,
             gradients=gradients,
             optimizer=optimizer,
-            activations=at_loss.activations,
-            logits=at_loss.logits,
-            buckets=buckets.at_loss,
-            total=weights + optimizer + max(moments),
+            activations=highest.activations,
+            logits=highest.logits,
+            buckets=buckets_at_loss,
+            total=weights + optimizer + max(at_loss, in_backward, at_end_of_backward, in_step),
         )
 
-    def _gathered(self, reduces_each_batch: bool) -> _Buckets:
-        """Return the bytes that FSDP2 gathers and reduces in a micro-batch.
+    def _gathered(self, reduces_each_batch: bool) -> tuple[float, float]:
+        """Return the bytes that FSDP2 gathers and reduces, at the loss and in the backward pass.
 
         At the loss, a process holds the units that stay gathered, and one more.
 
@@ -303,31 +297,24 @@ class Memory:
         Args:
             reduces_each_batch: whether this micro-batch's gradient is reduced as it comes.
         """
-        by_name = {p.name: p for p in self.parameters}
-        staying = 0
-        largest_weights = 0
-        largest_gradient = 0
-        for unit in self.units:
-            unit_parameters = [by_name[name] for name in unit.names]
-            weights = unit.gathered_bytes(unit_parameters)
-            if unit.stays_gathered:
-                staying += weights
-            else:
-                largest_weights = max(largest_weights, weights)
-                largest_gradient = max(largest_gradient, unit.gradient_bytes(unit_parameters))
+        staying = sum(unit.weights for unit in self.units if unit.stays_gathered)
+        freed = [unit for unit in self.units if not unit.stays_gathered]
+        largest_weights = max((unit.weights for unit in freed), default=0)
+        largest_gradients = max((unit.gradients for unit in freed), default=0)
 
         gradient_copies = 2 if reduces_each_batch else 1
-        return _Buckets(
-            at_loss=float(staying + largest_weights),
-            in_backward=staying + 2 * largest_weights + gradient_copies * largest_gradient,
-        )
+        in_backward = staying + 2 * largest_weights + gradient_copies * largest_gradients
+        return float(staying + largest_weights), float(in_backward)
 
     def _step_bytes(self, shards: int) -> float:
-        """Return the bytes that the optimizer step allocates."""
-        trained = [p for p in self.parameters if p.is_trained and not p.is_muon]
-        largest_numel = max((p.numel(shards) for p in trained), default=0)
-        own = step_bytes(self.optim, largest_numel, self.has_bf16_weights, self.on_gpu)
-        return max(float(own), self._muon_bytes())
+        """Return the bytes that the optimizer step allocates. A fused kernel allocates none."""
+        chunk_bytes = 0
+        if self.optimizer.has_chunks or self.has_bf16_weights:
+            trained = [p for p in self.parameters if p.is_trained and not p.is_muon]
+            largest_numel = max((p.numel(shards) for p in trained), default=0)
+            chunk_numel = CHUNK_NUMEL["cuda" if self.on_gpu else "cpu"]
+            chunk_bytes = CHUNK_BYTES * min(largest_numel, chunk_numel)
+        return max(float(chunk_bytes), self._muon_bytes())
 
     def _muon_bytes(self) -> float:
         """Return the bytes of Muon's iterations, which are made on full matrices.
@@ -335,13 +322,13 @@ class Memory:
         A process holds the updates in float32. In the precision of the products, it holds two
         approximations and two products for each update, and in bfloat16 a copy of the update.
         """
-        element_bytes = _BF16_BYTES if self.bf16 else _FLOAT32_BYTES
+        element_bytes = BF16_BYTES if self.bf16 else FLOAT32_BYTES
         copies = 3 if self.bf16 else 2
         largest = 0
         for matrices in batches_of(self._muon_matrices):
             short, long = sorted(matrices[0].shape)
             numel = len(matrices) * short * long
-            updates = _FLOAT32_BYTES * numel
+            updates = FLOAT32_BYTES * numel
             approximations = copies * element_bytes * numel
             products = 2 * element_bytes * len(matrices) * short**2
             largest = max(largest, updates + approximations + products)
@@ -360,7 +347,7 @@ class Memory:
             device_bytes: memory of the device.
             every: which blocks compute their activations again, as in :meth:`activations`.
         """
-        synced = self.with_flags(reduces_once=False)
+        synced = replace(self, reduces_once=False)
         needed = synced.bytes_of(sharding, rows=1, accumulation=share, every=every).total
         return needed <= device_bytes
 

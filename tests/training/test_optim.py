@@ -1,7 +1,7 @@
 """Weight decay is for matrices. Muon trains the hidden matrices, and AdamW the other parameters."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import peft
 import pytest
@@ -22,6 +22,7 @@ from llmtrain.models.gpt import GPT
 from llmtrain.models.lfm2 import build_gpt
 from llmtrain.training.muon import Muon
 from llmtrain.training.optim import (
+    OPTIMIZERS,
     decayed_parameters,
     hidden_matrices,
     is_made_by_flag,
@@ -318,13 +319,19 @@ def test_paged_adamw_of_bitsandbytes_makes_a_step() -> None:
     assert not torch.equal(model.weight, before)
 
 
-OPTIMIZERS = ["adamw", "adamw_torch_8bit", "muon"]
+def test_each_choice_of_the_flag_has_a_row_in_the_table() -> None:
+    assert get_args(OptimConfig.__annotations__["optim"]) == tuple(OPTIMIZERS)
 
 
-@pytest.mark.parametrize("optim", OPTIMIZERS)
+WITHOUT_BITSANDBYTES = ["adamw", "adamw_torch_8bit", "muon"]
+
+
+@pytest.mark.parametrize("optim", WITHOUT_BITSANDBYTES)
 def test_an_optimizer_is_recognised_as_that_of_its_flag_only(optim: str) -> None:
     model = build_gpt(GPTConfig(n_layer=1, n_head=2, n_embd=64, block_size=8), 64)
 
     optimizer = make_optimizer(one_process(), model, OptimConfig(optim=optim))
 
-    assert [name for name in OPTIMIZERS if is_made_by_flag(optimizer, name, model)] == [optim]
+    assert [name for name in WITHOUT_BITSANDBYTES if is_made_by_flag(optimizer, name, model)] == [
+        optim
+    ]

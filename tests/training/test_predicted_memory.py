@@ -20,9 +20,8 @@ from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.ranks import Sharding
 from llmtrain.training import activations
 from llmtrain.training.activations import ActivationBytes, MicroBatch, count_activations
-from llmtrain.training.optim import make_optimizer
-from llmtrain.training.optimizer_bytes import state_bytes
-from llmtrain.training.parameter_bytes import LocalParameter, Unit
+from llmtrain.training.optim import OPTIMIZERS, make_optimizer
+from llmtrain.training.parameter_bytes import LocalParameter, UnitBytes, parameters_of
 from llmtrain.training.predicted_memory import Memory, RecipeModel
 from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.training.settings import OptimConfig
@@ -47,7 +46,7 @@ def memory(
     settings = SimpleNamespace(
         model=config, optim=OptimConfig(optim, dtype=dtype), parallel=ParallelConfig(**parallel)
     )
-    return Memory(RecipeModel(model, settings, precision, positions=POSITIONS), on_gpu=False)
+    return Memory.of(RecipeModel(model, settings, precision, positions=POSITIONS), on_gpu=False)
 
 
 # --- weights, gradients and the states of optimizers
@@ -75,12 +74,14 @@ def test_the_predicted_bytes_are_those_of_a_step(
 
 def test_moments_in_8_bits_are_sharded_by_rows() -> None:
     """On three processes, 1,000 rows of 64 numbers are at most 334 rows with codes and scales."""
-    matrix = state_bytes("adamw_torch_8bit", torch.Size([1000, 64]), is_bf16=False)
-    vector = state_bytes("adamw_torch_8bit", torch.Size([4096]), is_bf16=False)
+    model = nn.Linear(64, 1000)
+    weight, bias = parameters_of(
+        model, OPTIMIZERS["adamw_torch_8bit"], has_bf16_weights=False, muon_matrices=[]
+    )
 
     count_of_steps = 4
-    assert matrix.of_rows(334) == 334 * (2 * 64 + 2 * 4) + count_of_steps
-    assert vector.of_rows(4096) == 2 * 4 * 4096 + count_of_steps, "it stays in float32"
+    assert weight.state_bytes(shards=3) == 334 * (2 * 64 + 2 * 4) + count_of_steps
+    assert bias.state_bytes(shards=3) == 2 * 4 * 334 + count_of_steps, "it stays in float32"
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -97,9 +98,9 @@ def test_gradients_that_fsdp2_has_not_reduced_yet_are_float32(precision: str) ->
 def test_a_base_in_bfloat16_is_gathered_as_it_is_stored(is_bf16: bool, bytes_of_lora: int) -> None:
     base = LocalParameter("base", rows=4, row_numel=8, element_bytes=2, is_trained=False)
     matrix = LocalParameter("lora_A", rows=4, row_numel=1, element_bytes=4, is_trained=True)
-    unit = Unit(frozenset(["base", "lora_A"]), is_bf16=is_bf16, stays_gathered=False)
+    unit = UnitBytes([base, matrix], is_bf16=is_bf16, stays_gathered=False)
 
-    assert unit.gathered_bytes([base, matrix]) == 2 * 4 * 8 + bytes_of_lora * 4
+    assert unit.weights == 2 * 4 * 8 + bytes_of_lora * 4
 
 
 def test_rows_that_do_not_divide_are_counted_for_the_process_with_the_most() -> None:

@@ -138,8 +138,7 @@ def as_json(plan: "Plan") -> JsonObject:
 def _bytes_per_parameter(plan: "Plan") -> dict[str, float]:
     from llmtrain.training.parameter_bytes import bytes_per_parameter
 
-    memory = plan.memory
-    return bytes_per_parameter(memory.parameters, memory.optim, memory.has_bf16_weights)
+    return bytes_per_parameter(plan.memory.parameters)
 
 
 def fit_as_json(fit: "Fit") -> JsonObject:

@@ -9,6 +9,7 @@ set stays as it is.
 import itertools
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from llmtrain.config.flags import configs_of, value_of
@@ -21,7 +22,6 @@ from llmtrain.lab.plan.speed import estimate_compute, step_time
 from llmtrain.parallel.ranks import Sharding
 from llmtrain.quantities import size_bytes, size_text
 from llmtrain.shipped import shipped_config
-from llmtrain.training.optimizer_bytes import BITSANDBYTES_OPTIMIZER
 from llmtrain.training.predicted_memory import Memory
 from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.training.recomputation import least_recomputation, recomputed_share
@@ -178,14 +178,14 @@ def _arithmetics(memory: Memory) -> list[Memory]:
     may_change_dtype = (
         not settings.is_set("dtype")
         and not memory.has_bf16_weights
-        and memory.optim != BITSANDBYTES_OPTIMIZER
+        and memory.optimizer.keeps_small_updates
     )
 
     arithmetics = [memory]
     if may_change_optim:
-        arithmetics.append(memory.with_flags(optim=_EIGHT_BIT))
+        arithmetics.append(replace(memory, optim=_EIGHT_BIT))
     if may_change_dtype:
-        in_bf16 = [choice.with_flags(has_bf16_weights=True) for choice in arithmetics]
+        in_bf16 = [replace(choice, has_bf16_weights=True) for choice in arithmetics]
         arithmetics.extend(in_bf16)
     return arithmetics
 
@@ -211,7 +211,7 @@ def _candidates(plan: Plan, memory: Memory, processes: int, limit: float) -> Ite
         if sharding.is_sharded and not _can_be_sharded(memory):
             continue
         for synced in _sync_choices(memory, processes):
-            with_sync = memory.with_flags(reduces_once=not synced)
+            with_sync = replace(memory, reduces_once=not synced)
             for rows in _micro_batches(memory, share):
                 for every in _recomputations(with_sync, sharding, rows, share // rows, limit):
                     yield _candidate(plan, with_sync, layout, sharding, rows=rows, every=every)
@@ -219,7 +219,7 @@ def _candidates(plan: Plan, memory: Memory, processes: int, limit: float) -> Ite
 
 def _can_be_sharded(memory: Memory) -> bool:
     """Return whether FSDP2 can shard a model, and its optimizer can train the shards."""
-    if memory.optim == BITSANDBYTES_OPTIMIZER:
+    if not memory.optimizer.can_shard:
         return False
     try:
         return bool(memory.units)
@@ -329,8 +329,8 @@ def _cost(candidate: Candidate) -> tuple[float, float, int, int]:
 def _changes(plan: Plan, chosen: Candidate) -> list[Change]:
     """Return the flags of a candidate, each with the seconds that it adds to those before it."""
     unchanged = plan.memory
-    synced = unchanged.with_flags(reduces_once=chosen.memory.reduces_once)
-    in_bf16 = synced.with_flags(has_bf16_weights=chosen.memory.has_bf16_weights)
+    synced = replace(unchanged, reduces_once=chosen.memory.reduces_once)
+    in_bf16 = replace(synced, has_bf16_weights=chosen.memory.has_bf16_weights)
     share = unchanged.recipe.settings.data.global_batch_size // chosen.sharding.processes
     most_rows = _micro_batches(unchanged, share)[0]
     no_block = None if chosen.every is None else 0
@@ -385,7 +385,7 @@ def _would_fit(request: PlanRequest, plan: Plan, limit: float) -> list[str]:
     """Return what else would fit: FSDP2 on more processes, or LoRA."""
     answers = []
     global_batch = plan.memory.recipe.settings.data.global_batch_size
-    smallest = _arithmetics(plan.memory)[-1].with_flags(reduces_once=False)
+    smallest = replace(_arithmetics(plan.memory)[-1], reduces_once=False)
     for processes in _PROCESS_COUNTS:
         if processes <= request.processes or global_batch % processes:
             continue
@@ -399,7 +399,7 @@ def _would_fit(request: PlanRequest, plan: Plan, limit: float) -> list[str]:
     if has_base and value_of(settings, "lora_r", default=None) == 0:
         flags = [*request.flags, "--lora_r", str(_LORA_RANK)]
         recipe = build_recipe_model(request.recipe, flags, plan.memory.recipe.precision)
-        memory = Memory(recipe, plan.memory.on_gpu)
+        memory = Memory.of(recipe, plan.memory.on_gpu)
         total = _least_bytes(memory, Sharding(replicas=request.processes, shards=1))
         if total is not None and total <= limit:
             answers.append(f"--lora_r {_LORA_RANK}: {size_text(total)}")

@@ -9,7 +9,6 @@ from llmtrain.errors import UserError
 from llmtrain.lab.plan.hardware import PlanRequest, check_request, compute_of, hardware_of
 from llmtrain.lab.plan.speed import Cluster, Compute, Step, bytes_sent, step_time
 from llmtrain.parallel.ranks import Sharding
-from llmtrain.training.optimizer_bytes import BITSANDBYTES_OPTIMIZER
 from llmtrain.training.predicted_memory import Bytes, Memory
 from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.training.recomputation import least_recomputation, recomputed_share
@@ -104,7 +103,7 @@ def plan_without_layouts(request: PlanRequest) -> Plan:
     device, cluster = hardware_of(request)
     precision = request.mixed_precision or ("bf16" if cluster.nccl else "no")
     recipe = build_recipe_model(request.recipe, request.flags, precision)
-    memory = Memory(recipe, on_gpu=cluster.nccl)
+    memory = Memory.of(recipe, on_gpu=cluster.nccl)
     return Plan(
         memory=memory,
         device=device,
@@ -148,7 +147,7 @@ def _plan_layout(name: str, sharding: Sharding, plan: Plan) -> PlannedLayout:
             f"use {divisible}."
         )
 
-    if sharding.is_sharded and memory.optim == BITSANDBYTES_OPTIMIZER:
+    if sharding.is_sharded and not memory.optimizer.can_shard:
         raise UserError(f"--optim {memory.optim} needs full weights; use DDP, or another optimizer")
 
     share = global_batch // processes

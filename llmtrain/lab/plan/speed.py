@@ -198,10 +198,10 @@ def estimate_compute(memory: Memory, device: Device, mfu: float) -> Compute | No
     trained = [parameter for parameter in memory.parameters if parameter.is_trained]
     optimizer_bytes = 0
     for p in trained:
-        if p.is_muon or not (memory.has_bf16_weights or memory.optim == "adamw_torch_8bit"):
+        if p.is_muon or not (memory.has_bf16_weights or memory.optimizer.has_chunks):
             # It reads each weight, its gradient and its states, and writes all but the gradient.
             optimizer_bytes += 3 * p.numel() * p.element_bytes + 2 * p.state_bytes()
-        elif memory.optim == "adamw_torch_8bit":
+        elif memory.optimizer.has_chunks:
             optimizer_bytes += p.numel() * _EIGHT_BIT_STEP_BYTES
         else:
             optimizer_bytes += p.numel() * _COMPENSATED_STEP_BYTES
@@ -437,21 +437,17 @@ def _fsdp_sending(
 
 def _unit_seconds(memory: Memory, cluster: Cluster, sharding: Sharding) -> list[_UnitSeconds]:
     """Return the cost of each FSDP2 unit, in the order of the forward pass."""
-    numel = {parameter.name: parameter.numel() for parameter in memory.parameters}
-    unit_numel = [sum(numel[name] for name in unit.names) for unit in memory.units]
+    unit_numel = [sum(p.numel() for p in unit.parameters) for unit in memory.units]
     model_numel = sum(unit_numel) or 1
 
     shards = sharding.shards
     units = []
     for unit, count in zip(memory.units, unit_numel, strict=True):
-        weight_bytes = unit.gathered_bytes(memory.parameters)
-        gradient_bytes = unit.gradient_bytes(memory.parameters)
-
-        reduce = cluster.all_gather(gradient_bytes, shards)
-        reduce += cluster.all_reduce(gradient_bytes / shards, sharding.replicas, stride=shards)
+        reduce = cluster.all_gather(unit.gradients, shards)
+        reduce += cluster.all_reduce(unit.gradients / shards, sharding.replicas, stride=shards)
         units.append(
             _UnitSeconds(
-                gather=cluster.all_gather(weight_bytes, shards),
+                gather=cluster.all_gather(unit.weights, shards),
                 reduce=reduce,
                 share=count / model_numel,
             )

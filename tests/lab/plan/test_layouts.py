@@ -39,7 +39,7 @@ def plan_of(global_batch_size: int, per_device_train_batch_size: int) -> Plan:
     device = get_device("h100-80gb")
     link = Link(device.link, 0.0)
     return Plan(
-        memory=Memory(recipe, on_gpu=True),
+        memory=Memory.of(recipe, on_gpu=True),
         device=device,
         cluster=Cluster(per_machine=8, inside=link, between=link, nccl=True),
         compute=None,

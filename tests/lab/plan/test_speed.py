@@ -17,7 +17,7 @@ from llmtrain.lab.plan.speed import (
 )
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ranks import Sharding
-from llmtrain.training.parameter_bytes import LocalParameter, Unit
+from llmtrain.training.parameter_bytes import LocalParameter, UnitBytes
 from llmtrain.training.predicted_memory import Memory
 
 BANDWIDTH_INSIDE = 100.0  # bytes per second
@@ -91,11 +91,11 @@ def memory_of(sizes: list[int], bucket_mib: float | None = None) -> Memory:
     parameters = []
     units = []
     for index, size in enumerate(sizes):
-        name = str(index)
-        parameters.append(
-            LocalParameter(name=name, rows=size, row_numel=1, element_bytes=4, is_trained=True)
+        parameter = LocalParameter(
+            name=str(index), rows=size, row_numel=1, element_bytes=4, is_trained=True
         )
-        units.insert(0, Unit(frozenset([name]), is_bf16=False, stays_gathered=False))
+        parameters.append(parameter)
+        units.insert(0, UnitBytes([parameter], is_bf16=False, stays_gathered=False))
     return SimpleNamespace(  # type: ignore[return-value]
         recipe=SimpleNamespace(settings=SimpleNamespace(parallel=parallel)),
         parameters=parameters,
