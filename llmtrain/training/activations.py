@@ -141,11 +141,26 @@ def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch)
     """
     blocks = list_of_blocks(model)
     block_count = 1 if blocks is None else len(blocks)
-    shallow_model = _with_first_blocks(model, min(block_count, _MAX_BLOCKS))
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shallow_model = _fake_copy(
+        model, fake_mode, min(block_count, _MAX_BLOCKS), weights_in_bf16=batch.weights_in_bf16
+    )
     if batch.recomputes is not None and isinstance(shallow_model, RecomputesBlocks):
         shallow_model.recompute_blocks(every=1 if batch.recomputes else 0)
 
-    counter = _run_on_fake_tensors(shallow_model, objective, batch)
+    with fake_mode, _as_on_device(batch.on_gpu):
+        ids = torch.zeros(batch.rows, batch.positions + 1, dtype=torch.int64)
+        labels = ids.clone()
+        counter = _LiveBytes(shallow_model)
+        with counter:
+            with torch.autocast("cpu", torch.bfloat16, enabled=batch.bf16):
+                sums = shallow_model(
+                    input_ids=ids,
+                    labels=labels,
+                    compute=lambda model, batch: objective.loss(model, batch, extra={}),
+                )
+            sums.loss.backward()
+
     after_block = counter.after_block or [counter.peak["activations"]]
     computed_blocks = len(after_block)
 
@@ -168,26 +183,6 @@ def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch)
     )
 
 
-def _run_on_fake_tensors(model: nn.Module, objective: Objective, batch: MicroBatch) -> "_LiveBytes":
-    """Make a forward and a backward pass on fake tensors, and count live bytes."""
-    with FakeTensorMode(allow_non_fake_inputs=True), _as_on_device(batch.on_gpu):
-        _replace_with_fakes(model, batch.weights_in_bf16)
-        model.train()
-        ids = torch.zeros(batch.rows, batch.positions + 1, dtype=torch.int64)
-        labels = ids.clone()
-
-        counter = _LiveBytes(model)
-        with counter:
-            with torch.autocast("cpu", torch.bfloat16, enabled=batch.bf16):
-                sums = model(
-                    input_ids=ids,
-                    labels=labels,
-                    compute=lambda model, batch: objective.loss(model, batch, extra={}),
-                )
-            sums.loss.backward()
-    return counter
-
-
 def list_of_blocks(model: nn.Module) -> nn.ModuleList | None:
     """Return the ``nn.ModuleList`` that holds all blocks of a model, if there is one."""
     class_names = block_classes(model)
@@ -202,15 +197,8 @@ def list_of_blocks(model: nn.Module) -> nn.ModuleList | None:
     return block_lists[0]
 
 
-class _CountedBytes(NamedTuple):
-    """What a storage has added to the bytes that are alive."""
-
-    kind: str  # ``weights``, ``activations`` or ``logits``
-    size: int  # bytes
-
-
-# Weights are counted elsewhere, and so are gradients.
-_NOT_COUNTED = _CountedBytes(kind="weights", size=0)
+# The kind and the bytes of a storage that is counted elsewhere: weights and gradients.
+_NOT_COUNTED = ("weights", 0)
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -231,8 +219,9 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kind = "activations"  # of new tensors
         self._bytes: Counter[str] = Counter()
         self._in_first_backward = False
+        # What each storage has added: the kind, and bytes.
         self._counted = {
-            _storage(tensor)._cdata: _NOT_COUNTED
+            tensor.untyped_storage()._cdata: _NOT_COUNTED
             for tensor in [*model.parameters(), *model.buffers()]
         }
 
@@ -255,7 +244,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self._count(_storage(tensor))
+                self._count(tensor.untyped_storage())
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -265,7 +254,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
 
         size = storage.nbytes()
-        self._counted[key] = _CountedBytes(self._kind, size)
+        self._counted[key] = (self._kind, size)
         weakref.finalize(storage, self._on_free, key)
 
         self._bytes[self._kind] += size
@@ -276,14 +265,14 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = self._bytes.copy()
 
     def _on_free(self, key: int) -> None:
-        counted = self._counted.pop(key)
-        self._bytes[counted.kind] -= counted.size
+        kind, size = self._counted.pop(key)
+        self._bytes[kind] -= size
 
     def _stop_counting_gradient(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        key = _storage(parameter.grad)._cdata
-        counted = self._counted.get(key, _NOT_COUNTED)
-        self._bytes[counted.kind] -= counted.size
+        key = parameter.grad.untyped_storage()._cdata
+        kind, size = self._counted.get(key, _NOT_COUNTED)
+        self._bytes[kind] -= size
         self._counted[key] = _NOT_COUNTED
 
     def _on_block_end(
@@ -318,22 +307,28 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kind = "activations"
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
+def _fake_copy(
+    model: nn.Module, fake_mode: FakeTensorMode, depth: int, weights_in_bf16: frozenset[str]
+) -> nn.Module:
+    """Return a copy of a model on fake tensors, in training mode, with its first ``depth`` blocks.
 
-
-def _with_first_blocks(model: nn.Module, depth: int) -> nn.Module:
-    """Return a copy of a model, without memory for weights, with its first ``depth`` blocks."""
+    Tied parameters stay tied.
+    """
     blocks = list_of_blocks(model)
     further_blocks = [] if blocks is None else [*blocks[depth:]]
 
     # What stands for a part of the model in the copy.
     no_block = nn.Identity()
     copies: dict[int, object] = {id(block): no_block for block in further_blocks}
-    for parameter in model.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        copies[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-    shallow = copy.deepcopy(model, copies)
+    with fake_mode:
+        for name, parameter in model.named_parameters():
+            is_cast = name in weights_in_bf16 and parameter.is_floating_point()
+            dtype = torch.bfloat16 if is_cast else parameter.dtype
+            fake = torch.empty(parameter.shape, dtype=dtype)
+            copies[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+        for buffer in model.buffers():
+            copies[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    shallow = copy.deepcopy(model, copies).train()
     if not further_blocks:
         return shallow
 
@@ -347,24 +342,6 @@ def _with_first_blocks(model: nn.Module, depth: int) -> nn.Module:
     return shallow
 
 
-def _replace_with_fakes(model: nn.Module, weights_in_bf16: frozenset[str]) -> None:
-    """Replace parameters and buffers by fake tensors. Tied parameters stay tied."""
-    fakes: dict[nn.Parameter, nn.Parameter] = {}
-    for name, parameter in [*model.named_parameters(remove_duplicate=False)]:
-        if parameter not in fakes:
-            is_cast = name in weights_in_bf16 and parameter.is_floating_point()
-            fake = torch.empty(
-                parameter.shape, dtype=torch.bfloat16 if is_cast else parameter.dtype
-            )
-            fakes[parameter] = nn.Parameter(fake, parameter.requires_grad)
-        owner, _, key = name.rpartition(".")
-        model.get_submodule(owner).register_parameter(key, fakes[parameter])
-
-    for name, buffer in [*model.named_buffers(remove_duplicate=False)]:
-        owner, _, key = name.rpartition(".")
-        setattr(model.get_submodule(owner), key, torch.empty(buffer.shape, dtype=buffer.dtype))
-
-
 @contextlib.contextmanager
 def _as_on_device(on_gpu: bool) -> Iterator[None]:
     """Compute as the device of the run does, and as if every row were one document.
@@ -375,19 +352,16 @@ def _as_on_device(on_gpu: bool) -> Iterator[None]:
         on_gpu: compute as a GPU does. A CPU's attention keeps probabilities, for rows up to some
             length, and its loss computes fewer logits at a time.
     """
-    masks = sys.modules.get("transformers.masking_utils")
-    experts = sys.modules.get("transformers.integrations.moe")
-
-    with contextlib.ExitStack() as patches:
-        if hasattr(masks, "find_packed_sequence_indices"):
-            patches.enter_context(
-                mock.patch.object(masks, "find_packed_sequence_indices", return_value=None)
-            )
+    patched_functions = (
+        ("transformers.masking_utils", "find_packed_sequence_indices", None),
         # The grouped product of torch has no shape inference for float32.
-        if hasattr(experts, "_can_use_grouped_mm"):
-            patches.enter_context(
-                mock.patch.object(experts, "_can_use_grouped_mm", return_value=False)
-            )
+        ("transformers.integrations.moe", "_can_use_grouped_mm", False),
+    )
+    with contextlib.ExitStack() as patches:
+        for module_name, function, result in patched_functions:
+            module = sys.modules.get(module_name)
+            if hasattr(module, function):
+                patches.enter_context(mock.patch.object(module, function, return_value=result))
         if on_gpu:
             patches.enter_context(mock.patch.object(attention_cpu, "MAX_LENGTH", 0))
             for limits in (loss.CHUNK_LOGITS, loss.TILE_LOGITS):

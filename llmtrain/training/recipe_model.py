@@ -5,8 +5,8 @@ import inspect
 import io
 import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 from llmtrain.errors import UserError, explain, first_line
 from llmtrain.launching.accelerator import forget_accelerator
@@ -48,8 +48,15 @@ def run_to_model(recipe: str, flags: list[str], precision: str) -> PlannedModel:
         UserError: if that fails.
     """
     printed = io.StringIO()
+    # The recipe finds its flags and the modules of its folder, as when Python runs it.
+    folder = str(Path(recipe).resolve().parent)
     try:
-        with planning(precision), _script(recipe, flags), contextlib.redirect_stdout(printed):
+        with (
+            planning(precision),
+            mock.patch.object(sys, "argv", [recipe, *flags]),
+            mock.patch.object(sys, "path", [folder, *sys.path]),
+            contextlib.redirect_stdout(printed),
+        ):
             _run_main(recipe, flags)
     except PlannedModel as planned:
         return planned
@@ -90,17 +97,3 @@ def _run_main(recipe: str, flags: list[str]) -> None:
         main(flags)
     else:
         main()
-
-
-@contextlib.contextmanager
-def _script(recipe: str, flags: list[str]) -> Iterator[None]:
-    """Let a recipe find its flags and the modules of its folder, as when Python runs it."""
-    argv = sys.argv
-    path = [*sys.path]
-    sys.argv = [recipe, *flags]
-    sys.path.insert(0, str(Path(recipe).resolve().parent))
-    try:
-        yield
-    finally:
-        sys.argv = argv
-        sys.path[:] = path

@@ -1,13 +1,99 @@
-"""How many blocks must compute their activations again, so that a run fits into memory."""
+"""Which blocks compute their activations again, so that a run fits into memory.
 
-from llmtrain.interfaces.model_bundle import Recomputation, can_recompute
-from llmtrain.parallel.ranks import Sharding
+``--gradient_checkpointing auto`` decides it when a run starts. A resumed run keeps the choice.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmtrain.config.flags import value_of
+from llmtrain.devices import RESERVED_MEMORY
+from llmtrain.errors import first_line
+from llmtrain.interfaces.model_bundle import (
+    ModelBundle,
+    Recomputation,
+    RecomputesBlocks,
+    can_recompute,
+)
+from llmtrain.parallel.ranks import Ranks, Sharding
 from llmtrain.quantities import size_text
-from llmtrain.training.predicted_memory import Memory
+from llmtrain.training.layout import Layout
+from llmtrain.training.settings import Settings
+
+if TYPE_CHECKING:
+    from llmtrain.training.predicted_memory import Memory
+
+
+def choose_recomputation(
+    ranks: Ranks, bundle: ModelBundle, settings: Settings, layout: Layout, positions: int
+) -> None:
+    """Let as few blocks compute their activations again as the memory of the GPUs makes necessary.
+
+    All ranks call this, and decide the same. On a CPU, nothing is decided.
+
+    Args:
+        ranks: the ranks of the run.
+        bundle: the model, on the meta device or not. Its ``recomputation`` is set.
+        settings: the settings of the run.
+        layout: its parallel layout.
+        positions: the positions of a row that a micro-batch computes.
+    """
+    flag = value_of(settings, "gradient_checkpointing", default=False)
+    if flag is not None:  # the model was built accordingly
+        bundle.recomputation = Recomputation(every=int(flag))
+        return
+    device_bytes = usable_bytes(ranks)
+    if device_bytes is None or not isinstance(bundle.model, RecomputesBlocks):
+        return
+
+    if settings.parallel.bitwise:
+        chosen = Recomputation(0, "no block, because of --bitwise")
+    elif ranks.sharding.cpu_offload and can_recompute(bundle.model):
+        chosen = Recomputation(1, "all blocks, because weights are offloaded")
+    else:
+        # This imports much of transformers and takes a second, which a CPU need not wait for.
+        from llmtrain.training.predicted_memory import Memory, RecipeModel
+
+        recipe = RecipeModel(
+            model=bundle.model,
+            settings=settings,
+            precision=ranks.accelerator.mixed_precision,
+            positions=positions,
+            objective=bundle.objective,
+        )
+        try:
+            chosen = least_recomputation(
+                Memory.of(recipe, on_gpu=ranks.device.type == "cuda"),
+                ranks.sharding,
+                rows=layout.micro_batch,
+                accumulation=layout.accumulation,
+                device_bytes=device_bytes,
+            )
+        except Exception as error:  # a model whose memory is unknown can be trained all the same
+            chosen = Recomputation(
+                0,
+                f"no block, because the memory of the run is unknown ({first_line(error)}); if "
+                "there is too little, add --gradient_checkpointing",
+            )
+    bundle.model.recompute_blocks(chosen.every)
+    bundle.recomputation = chosen
+
+
+def usable_bytes(ranks: Ranks) -> float | None:
+    """Return the bytes that tensors can have on the smallest of all ranks' GPUs.
+
+    It is ``None`` on a CPU. Other programs share its memory, so how much of it is free now says
+    nothing about a later step.
+    """
+    if ranks.device.type != "cuda":
+        return None
+    total = torch.cuda.get_device_properties(ranks.device).total_memory
+    return min(ranks.gather_numbers({"memory": total})["memory"]) * (1 - RESERVED_MEMORY)
 
 
 def least_recomputation(
-    memory: Memory,
+    memory: "Memory",
     sharding: Sharding,
     *,
     rows: int,
@@ -40,16 +126,15 @@ def least_recomputation(
         )
 
     blocks = memory.activations(rows, sharding.is_sharded, every=0).blocks
-    for recomputed in range(1, blocks + 1):
-        # The smallest `every` that leaves so many: a larger one may recompute the last block, too,
-        # for which more memory is needed.
-        every = -(-blocks // recomputed)
+    # For each number of blocks, the smallest `every` that recomputes no more of them: a larger one
+    # may recompute the last block, too, for which more memory is needed.
+    choices = {-(-blocks // count) for count in range(1, blocks + 1)}
+    for every in sorted(choices, reverse=True):
         needed = memory.bytes_of(sharding, rows, accumulation, every).total
         if needed <= device_bytes:
             break
 
-    recomputed = -(-blocks // every)
-    which = "all blocks" if every == 1 else f"{recomputed} of {blocks} blocks"
+    which = "all blocks" if every == 1 else f"{-(-blocks // every)} of {blocks} blocks"
     reason = f"the run needs {size_text(needed)} of {limit}, and {size_text(without)} without"
     if needed > device_bytes:
         reason = f"{reason}, so it may run out of memory"
@@ -58,6 +143,30 @@ def least_recomputation(
 
 def recomputed_share(blocks: int, every: int) -> float:
     """Return the share of all blocks that is computed again, if one of ``every`` blocks is."""
-    if every == 0:
-        return 0.0
-    return -(-blocks // every) / blocks
+    return -(-blocks // every) / blocks if every else 0.0
+
+
+def keep_recomputation(settings: Settings, bundle: ModelBundle, recorded: int | None) -> None:
+    """Let a run that is resumed recompute the same blocks as before.
+
+    Args:
+        settings: the settings of the run.
+        bundle: the model, with the choice for this start. Both are changed.
+        recorded: ``Recomputation.every`` of an earlier start; ``None`` if it is unknown.
+    """
+    chosen = bundle.recomputation
+    is_auto = value_of(settings, "gradient_checkpointing", default=False) is None
+    if not is_auto or chosen is None or recorded is None or recorded == chosen.every:
+        return
+    if not isinstance(bundle.model, RecomputesBlocks):
+        return
+
+    blocks = {0: "no block", 1: "all blocks"}.get(recorded, f"one of {recorded} blocks")
+    reason = (
+        f"{blocks}, as before the run was resumed; this start alone would choose {chosen.reason}"
+    )
+    is_less = chosen.every > 0 and (recorded == 0 or recorded > chosen.every)
+    if is_less:
+        reason = f"{reason}; if memory runs out, add --gradient_checkpointing"
+    bundle.model.recompute_blocks(recorded)
+    bundle.recomputation = Recomputation(recorded, reason)

@@ -26,10 +26,10 @@ from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.ranks import ranks_of
 from llmtrain.planning import current_plan
 from llmtrain.seeds import seed_of
-from llmtrain.training.auto_recomputation import choose_recomputation
 from llmtrain.training.layout import Layout, describe_steps, fit_to_rows
 from llmtrain.training.opening import open_run
 from llmtrain.training.optim import make_optimizer
+from llmtrain.training.recomputation import choose_recomputation
 from llmtrain.training.run import Run
 from llmtrain.training.settings import Settings
 from llmtrain.training.train import train

@@ -17,13 +17,13 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model_bundle import ModelBundle
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.ranks import ranks_of
-from llmtrain.training import auto_recomputation
-from llmtrain.training.auto_recomputation import (
+from llmtrain.training import recomputation
+from llmtrain.training.layout import Layout
+from llmtrain.training.recomputation import (
     choose_recomputation,
     keep_recomputation,
     usable_bytes,
 )
-from llmtrain.training.layout import Layout
 from llmtrain.training.run import Run
 from recipes import finetune, gpt
 from tests.launching import TINY, read_json
@@ -64,7 +64,7 @@ class Chooser:
             bitwise: the flag.
             objective: replaces the objective of the model.
         """
-        self.monkeypatch.setattr(auto_recomputation, "usable_bytes", lambda _: memory)
+        self.monkeypatch.setattr(recomputation, "usable_bytes", lambda _: memory)
         torch.manual_seed(0)
         self.settings = finetune.Settings(
             model=lt.ModelConfig(
@@ -184,7 +184,7 @@ def train(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     def train(
         name: str, memory: float, flags: str = "", callbacks: Sequence[lt.Callback] = ()
     ) -> Run:
-        monkeypatch.setattr(auto_recomputation, "usable_bytes", lambda _: memory)
+        monkeypatch.setattr(recomputation, "usable_bytes", lambda _: memory)
         files = f"--dataset {text_file} --output_dir {tmp_path}/{name}"
         more = f"--dropout 0.1 --gradient_checkpointing auto {files} {flags}"
         settings = lt.parse(gpt.DEFAULTS, [*TINY, *shlex.split(more)])
