@@ -7,35 +7,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 
 class Odd(torch.optim.Optimizer):
-    """Momentum, with much further state that changes the steps.
-
-    Attributes:
-        entries: further entries of its ``state_dict``, which it keeps nowhere else.
-    """
+    """Momentum, with much further state that changes the steps."""
 
     def __init__(self, params: Any, lr: float = 1e-2, decay: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "decay": decay, "step": 0})
+        super().__init__(params, {"lr": lr, "decay": decay, "step": 0, "function": len})
         for group in self.param_groups:
             [p, *_] = group["params"]
             if isinstance(p, DTensor):
                 # It has a single row, so only the first rank has numbers in its shard.
                 placements = [*[Replicate()] * (p.device_mesh.ndim - 1), Shard(0)]
                 group["row"] = distribute_tensor(torch.zeros(1, 2), p.device_mesh, placements)
-        self.entries: dict[str, Any] = {"name": "odd", "inner": {"count": 0, "function": len}}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "odd": self.entries}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        self.entries = state_dict["odd"]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.entries["inner"]["count"] += 1
-        steps = self.entries["inner"]["count"]
-        self.state["global"] = {"steps": steps, "seen": {1, 2}}  # type: ignore[index]
-
         for group in self.param_groups:
             group["step"] += 1
             group["mean"] = group.get("mean", torch.zeros(())) + group["step"]
@@ -52,11 +36,11 @@ class Odd(torch.optim.Optimizer):
         state = self.state[p]
         state["moment"].lerp_(p.grad.float(), 0.1)
         state["codes"].add_(state["codes"] % 7 + 1)
-        state["plain"].add_(1)
         for value in state[0]["list"]:
             if value is not None:
                 value.add_(0.25)
 
+        state["seen"].add(group["step"] % 3)
         state["label"] = f"step {group['step']}"
         state["count"] = (*state["count"][-2:], group["step"])
 
@@ -64,9 +48,7 @@ class Odd(torch.optim.Optimizer):
         """Change a parameter by its momentum, times a factor that depends on the other numbers."""
         state = self.state[p]
         numbers = [float(value.sum()) for value in state[0]["list"] if value is not None]
-        numbers += [float(state["plain"].mean()), float(group["mean"]), *state["count"]]
-        numbers.append(self.state["global"]["steps"])  # type: ignore[index]
-        numbers.append(self.entries["inner"]["count"])
+        numbers += [float(group["mean"]), *state["count"]]
 
         factor = 1 + sum(numbers) / 1000
         change = state["moment"] * factor + state["codes"].float() / 1000
@@ -78,7 +60,7 @@ def _first_state(p: torch.Tensor) -> dict[Any, Any]:
     state: dict[Any, Any] = {
         "moment": torch.zeros_like(p, dtype=torch.float32),
         "codes": torch.zeros_like(p, dtype=torch.uint8),
-        "plain": torch.zeros(p.shape),
+        "seen": set(),
         "label": "",
         "count": (),
         0: {"list": [torch.zeros(()), None]},

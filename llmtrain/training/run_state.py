@@ -7,25 +7,25 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 from llmtrain.files import digest
 from llmtrain.interfaces.model_bundle import ModelFormat
+from llmtrain.interfaces.part import Part
 from llmtrain.json_types import JsonObject
-from llmtrain.observe.replicas import checksum
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.shards import fill, local_shard, meta_like, sharded_dim
+from llmtrain.parallel.shards import fill, filled_like, local_shard, meta_like
 from llmtrain.record import checkpoint, saver
-from llmtrain.record.state_tree import FlatState
+from llmtrain.record.state_tree import FlatState, flatten, unflatten
 from llmtrain.record.tensor_files import read_tensors_on_main
 from llmtrain.training.optimizer_state import OptimizerState
-from llmtrain.training.part_states import flat_part, restore_parts
 from llmtrain.training.run import Run
 from llmtrain.versions import versions
 
@@ -39,9 +39,8 @@ def restore(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:
     if path is None:
         return
 
-    model = engine.unwrapped
     ranks = engine.ranks
-    load_weights(run.bundle.files, model, path / "model", ranks)
+    load_weights(run.bundle.files, engine.unwrapped, path / "model", ranks)
     structure = ranks.on_main(lambda: checkpoint.read_structure(path / "optimizer"))
     tensors = read_tensors_on_main(path / "optimizer", ranks)
     optimizer_state.restore(structure, tensors)
@@ -66,95 +65,92 @@ def load_weights(files: ModelFormat, model: nn.Module, folder: Path, ranks: Rank
     fill(files.tensors(model), read_tensors_on_main(folder, ranks))
 
 
-def flat_states(run: Run, optimizer_state: OptimizerState) -> dict[str, FlatState]:
-    """Return the states that a checkpoint holds, by their folders. All ranks call this.
+def restore_parts(parts: Mapping[str, Part], path: Path, ranks: Ranks) -> None:
+    """Give each part the state that it has in a checkpoint; all ranks call this.
+
+    A tensor that the part has as a DTensor is sharded like that; others are on the CPU.
 
     Raises:
-        UserError: on all ranks, if there is something that a checkpoint cannot hold.
+        UserError: on all ranks, if a part cannot load its state.
+    """
+    stored_names = ranks.on_main(lambda: checkpoint.part_names(path))
+    for name in stored_names:
+        if name not in parts:
+            say("changed", f"the state of {name} in {path} is not used: this run has no such part")
+
+    for name, part in parts.items():
+        current = flat_part(name, part)
+        if name not in stored_names:
+            if current.structure["state"]:
+                say("changed", f"{name} starts without a state: {path} has none of it")
+            continue
+
+        folder = path / "parts" / name
+        structure = ranks.on_main(functools.partial(checkpoint.read_structure, folder))
+        tensors = {}
+        for tensor_name, full in read_tensors_on_main(folder, ranks):
+            like = current.tensors.get(tensor_name)
+            if isinstance(like, DTensor) and like.shape == full.shape:
+                tensors[tensor_name] = filled_like(like, full)
+            else:
+                tensors[tensor_name] = full.cpu()
+        state = unflatten(structure["state"], tensors)
+        ranks.on_all(functools.partial(_load, name, part, state, folder))
+
+
+def _load(name: str, part: Part, state: dict[str, Any], folder: Path) -> None:
+    """Let a part load its state, which may fail: it is the user's own code."""
+    try:
+        part.load_state_dict(state)
+    except Exception as error:
+        raise UserError(
+            f"{name} cannot load its state from {folder} ({type(error).__name__}: "
+            f"{first_line(error).rstrip('.')}); use the code that saved it, or start a new run "
+            "with --resume_from_checkpoint never."
+        ) from error
+
+
+def flat_part(name: str, part: Part) -> FlatState:
+    """Return the state of a part as a checkpoint holds it.
+
+    Raises:
+        UserError: if there is something that a checkpoint cannot hold.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    tree = flatten(part.state_dict(), path="", owner=name, tensors=tensors)
+    return FlatState({"state": tree}, tensors)
+
+
+def collect_states(run: Run, optimizer_state: OptimizerState) -> dict[str, FlatState]:
+    """Return the states that a checkpoint holds, by their folders; all ranks call this.
+
+    Raises:
+        UserError: on all ranks, if there is something that a checkpoint cannot hold, or if ranks
+            that save together have different tensors, which they gather one after another.
     """
     states: dict[str, FlatState] = {}
 
     def collect() -> JsonObject:
-        """Collect the states of this rank, and return the shapes of their tensors."""
+        """Collect the states of this rank, and return the forms of their tensors."""
         states["optimizer"] = optimizer_state.flatten()
         for name, part in run.parts.by_name().items():
-            state = part.state_dict()
-            if state != {}:
-                states[f"parts/{name}"] = flat_part(name, state)
-        return {folder: _headers(state) for folder, state in states.items()}
+            state = flat_part(name, part)
+            if state.structure["state"]:
+                states[f"parts/{name}"] = state
+        return {
+            f"{folder}/{name}": [str(tensor.dtype), *tensor.shape, isinstance(tensor, DTensor)]
+            for folder, state in states.items()
+            for name, tensor in state.tensors.items()
+        }
 
-    headers = run.ranks.on_all(collect)
-    for folder, state in states.items():
-        is_sharded = any(isinstance(tensor, DTensor) for tensor in state.tensors.values())
-        if is_sharded and run.saver.saves_alone:
-            raise UserError(
-                f"{folder} has DTensors, but the ranks of this run do not save together; shard the "
-                "weights with FSDP2, or return full tensors."
-            )
-    # Ranks that save together must agree on the tensors, because they gather one after another.
-    for rank, others in enumerate(headers):
-        if others != headers[0] and not run.saver.saves_alone:
+    forms_of_ranks = run.ranks.on_all(collect)
+    for rank, forms in enumerate(forms_of_ranks):
+        if not run.saver.saves_alone and forms != forms_of_ranks[0]:
             raise UserError(
                 f"the states of rank {rank} have other tensors than those of rank 0; every rank "
                 "must return tensors of the same names, shapes and dtypes from state_dict."
             )
     return states
-
-
-def _headers(state: FlatState) -> JsonObject:
-    """Return the form of each tensor, by its name."""
-    return {
-        name: [str(tensor.dtype), *tensor.shape, isinstance(tensor, DTensor)]
-        for name, tensor in state.tensors.items()
-    }
-
-
-def compare_states(ranks: Ranks, states: Mapping[str, FlatState]) -> None:
-    """Check that all ranks have the values that rank 0 has. All ranks call this.
-
-    Args:
-        ranks: the ranks of the run.
-        states: what :func:`flat_states` returned.
-
-    Raises:
-        UserError: on all ranks, with the first state that differs.
-    """
-
-    def own_sums() -> dict[str, dict[str, object]]:
-        return {folder: _checksums(state) for folder, state in states.items()}
-
-    sums_of_ranks = ranks.on_all(own_sums)
-    main_sums = sums_of_ranks[0]
-    for rank, sums in enumerate(sums_of_ranks):
-        for folder in {**main_sums, **sums}:
-            expected = main_sums.get(folder, {})
-            given = sums.get(folder, {})
-            names = {**expected, **given}
-            different = [name for name in names if expected.get(name) != given.get(name)]
-            if different:
-                raise UserError(
-                    f"{_owner_of(folder, states)} keeps other values on rank {rank} than on rank 0 "
-                    f"in {different[0]}; a checkpoint holds those of rank 0: keep the same values "
-                    "on all ranks, or DTensors that are sharded like the weights."
-                )
-
-
-def _checksums(state: FlatState) -> dict[str, object]:
-    """Return what must be the same on all ranks, by the names of the tensors."""
-    sums: dict[str, object] = {}
-    for name, tensor in state.tensors.items():
-        header = (str(tensor.dtype), tuple(tensor.shape))
-        is_sharded = isinstance(tensor, DTensor) and sharded_dim(tensor) is not None
-        sums[name] = header if is_sharded else (header, int(checksum(local_shard(tensor))))
-    sums["its numbers, strings or lists"] = digest(state.structure)
-    return sums
-
-
-def _owner_of(folder: str, states: Mapping[str, FlatState]) -> str:
-    """Return what keeps the state in a folder of a checkpoint, for messages."""
-    if folder == "optimizer":
-        return f"the optimizer {states[folder].structure['optimizer']}"
-    return folder.removeprefix("parts/")
 
 
 def save(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:
@@ -165,7 +161,7 @@ def save(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:
     """
     model = engine.unwrapped
     check_finite(model, run.ranks)
-    states = flat_states(run, optimizer_state)
+    states = collect_states(run, optimizer_state)
 
     def prepare() -> None:
         run.saver.wait()

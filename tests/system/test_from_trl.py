@@ -68,7 +68,7 @@ def train(folder: Path) -> None:
 def last_average(folder: Path) -> float:
     """Return the moving average of the callback in the last checkpoint of a run."""
     path = folder / "checkpoints" / "step-00000018" / "parts" / "Spikes" / "structure.json"
-    state: dict[str, float] = dict(read_json(path)["state"]["dict"])
+    state: dict[str, float] = read_json(path)["state"]
     return state["average"]
 
 

@@ -56,7 +56,7 @@ def test_the_recipe_of_the_page_finishes_at_a_plateau(recipe: Path, tmp_path: Pa
     # The run stops after the step that follows the fifth entry without a new lowest loss.
     checkpoint = folder / "checkpoints" / f"step-{status['step']:08d}"
     structure = read_json(checkpoint / "parts" / "Plateau" / "structure.json")
-    assert ["entries", 6] in structure["state"]["dict"]
+    assert structure["state"]["entries"] == 6
 
     # The finished run stays as it is.
     train(recipe, tmp_path / "again", f"{flags} --resume_from_checkpoint {folder}")

@@ -19,7 +19,7 @@ pytest.importorskip("pytorch_optimizer")
 
 @long_form
 @pytest.mark.parametrize("config", ["cpu_ddp", "fsdp2"])
-def test_states_are_restored_and_the_same_on_all_ranks(config: str, tmp_path: Path) -> None:
+def test_states_are_restored_on_all_ranks(config: str, tmp_path: Path) -> None:
     launcher = accelerate(config, "--mixed_precision", "no")
     command = [*launcher, "tests/system/state_ranks.py", str(tmp_path)]
     # heavyball compiles every function, which takes half a minute.
@@ -34,7 +34,6 @@ def test_states_are_restored_and_the_same_on_all_ranks(config: str, tmp_path: Pa
     for parameter in model.parameters():
         state = optimizer.state[parameter]
         assert state["moment"].shape == parameter.shape
-        assert state["plain"].shape == parameter.shape
         assert state["codes"].dtype == torch.uint8
         for value in state[0]["list"]:
             assert type(value) in (torch.Tensor, type(None)), "no sharded tensor"
