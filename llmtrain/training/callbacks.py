@@ -97,14 +97,9 @@ class MemoryAdvice(LoopCallback):
         bundle = self.run.bundle
         recomputes_all = bundle.recomputation is not None and bundle.recomputation.every == 1
         if can_recompute(bundle.model) and not recomputes_all:
-            advice += (
-                " --gradient_checkpointing computes activations again instead of keeping them."
-            )
+            advice += " --gradient_checkpointing saves memory for activations."
         if self.engine.ranks.is_sharded and not self.engine.sync_each_batch:
-            advice += (
-                " With several micro-batches per step, --sync_each_batch also saves memory for "
-                "gradients."
-            )
+            advice += " With several micro-batches, --sync_each_batch saves memory for gradients."
         return advice
 
     def _shorter_rows(self) -> str:

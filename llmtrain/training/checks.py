@@ -1,6 +1,5 @@
 """What is checked and printed before the first step of a start."""
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -9,9 +8,8 @@ from torch import nn
 
 from llmtrain.console import note, say
 from llmtrain.errors import UserError
-from llmtrain.json_types import JsonObject
 from llmtrain.parallel.ranks import TrainingAccelerator
-from llmtrain.training.learning_rates import LearningRates, floor_of, rate_at
+from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.optim import is_made_by_flag, keeps_small_updates
 from llmtrain.training.run import Run
 from llmtrain.training.settings import OptimConfig
@@ -159,27 +157,5 @@ def say_changed_settings(run: Run) -> None:
     changes = [f"{key} {before.get(key)} -> {now[key]}" for key in changed_keys if key != "groups"]
     if changed_keys == ["groups"]:
         changes = ["settings of the optimizer's parameter groups"]
-    if not changes:
-        return
-
-    next_rate = run.rates.after(run.step)[0]
-    text = f"to {next_rate:.3g} in step {run.step + 1}"
-    # The values of a user's schedule are not recorded.
-    if before.get("schedule") is None:
-        text = f"from {_recorded_rate(before, run.step - 1):.3g} in step {run.step} {text}"
-    say("changed", f"{', '.join(changes)}; the learning rate goes {text}")
-
-
-def _recorded_rate(recorded: JsonObject, step: int) -> float:
-    """Return the first group's rate after ``step`` completed steps of a recorded run.
-
-    Args:
-        recorded: the optimizer settings and the learning rates in the fingerprint of that run,
-            which had no schedule of the user's own.
-        step: completed steps.
-    """
-    # A recipe may have recorded optimizer settings that OptimConfig does not have.
-    names = {field.name for field in fields(OptimConfig)}
-    config = OptimConfig(**{name: value for name, value in recorded.items() if name in names})
-    peaks = recorded.get("group_learning_rates") or [config.learning_rate]
-    return rate_at(step, config, peak=peaks[0], floor=floor_of(peaks[0], max(peaks), config))
+    if changes:
+        say("changed", ", ".join(changes))
