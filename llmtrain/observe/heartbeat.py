@@ -45,6 +45,7 @@ _LAST_WORDS_SECONDS = 10.0  # to write stacks and the status: the disk may be wh
 _FAILED = "llmtrain/failed"  # why a process is about to end
 _STACKS = "llmtrain/stacks"  # if it is set, every process writes its stacks
 
+_STOPPED = ("stopped", "tracing-stop")  # states of a process
 _CONNECTION_ERRORS = (
     "gloo",
     "NCCL",
@@ -204,6 +205,7 @@ class Heartbeat(Callback):
         """Print a note if the current phase takes long. If it takes too long, end this process."""
         wait_start = self.phases.since
         seconds = time.monotonic() - wait_start
+        wait = f"{seconds:.0f} s in {self.phases.location}"
 
         # A process that others wait for is more patient than they are: they need time to name it.
         patience = self.timeout
@@ -216,7 +218,7 @@ class Heartbeat(Callback):
             missing = self._find_missing()
             has_just_ended = self.phases.since != wait_start or self._is_over.is_set()
             if not has_just_ended:
-                self._end_process(f"waited {self._describe_wait(seconds)}: {missing}")
+                self._end_process(f"waited {wait}: {missing}")
             return
 
         note_is_due = seconds > min(_WARNING_SECONDS, self.timeout / 2)
@@ -226,10 +228,7 @@ class Heartbeat(Callback):
             waiting = [rank for rank, beat in sorted(self.beats.items()) if beat.is_waiting]
             is_first_to_wait = waiting[:1] == [self.ranks.rank]
             if is_first_to_wait:  # a note from one process is enough
-                note(f"waiting for {self._describe_wait(seconds)}: {self._find_missing()}")
-
-    def _describe_wait(self, seconds: float) -> str:
-        return f"{seconds:.0f} s in {self.phases.location}"
+                note(f"waiting for {wait}: {self._find_missing()}")
 
     def _some_process_is_silent(self) -> bool:
         """Return whether a process has sent no beat for as long as this one has looked.
@@ -238,7 +237,9 @@ class Heartbeat(Callback):
         """
         self._look()
         silent = self._silent_ranks(since=time.monotonic() - _SILENCE_SECONDS)
-        return any(peer in self.beats and not _is_stopped(self.beats[peer]) for peer in silent)
+        last_beats = [self.beats[peer] for peer in silent if peer in self.beats]
+        # One that a debugger has stopped may continue.
+        return any(_process_state(beat) not in _STOPPED for beat in last_beats)
 
     def _end_process(self, reason: str) -> None:
         """Print the reason, write the stacks, and end this process."""
@@ -315,24 +316,21 @@ def _describe_silent(rank: int, last_beat: Beat | None) -> str:
     """Return where a silent process was last, and whether it still exists."""
     if last_beat is None:
         return f"rank {rank} is silent, and no earlier heartbeat of it is known"
-
-    state = "stopped, cut off or gone"
-    if last_beat.host == platform.node():
-        try:
-            state = f"process {last_beat.pid} is {psutil.Process(last_beat.pid).status()}"
-        except psutil.NoSuchProcess:
-            state = f"process {last_beat.pid} is gone"
-        except psutil.Error:  # this user may not look at it
-            pass
-    return f"rank {rank} is silent, last seen in {last_beat.location} ({state})"
+    state = _process_state(last_beat)
+    process = f"process {last_beat.pid} is {state}" if state else "stopped, cut off or gone"
+    return f"rank {rank} is silent, last seen in {last_beat.location} ({process})"
 
 
-def _is_stopped(beat: Beat) -> bool:
-    """Return whether a process on this machine is stopped, as by a debugger. It may continue."""
-    with contextlib.suppress(psutil.Error):
-        if beat.host == platform.node():
-            return psutil.Process(beat.pid).status() in ("stopped", "tracing-stop")
-    return False
+def _process_state(beat: Beat) -> str:
+    """Return the state of the process that sent a beat; empty if it is not known here."""
+    if beat.host != platform.node():
+        return ""
+    try:
+        return psutil.Process(beat.pid).status()
+    except psutil.NoSuchProcess:
+        return "gone"
+    except psutil.Error:  # this user may not look at it
+        return ""
 
 
 def _is_lost_connection(error: Exception) -> bool:

@@ -3,6 +3,8 @@
 DDP compares shapes, once. These checks compare values.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -14,20 +16,12 @@ _BLOCK_SIZE = 1 << 22  # values that are summed at a time; each of them needs 24
 _INTEGER_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-def weight_checksums(model: nn.Module) -> torch.Tensor:
-    """Return a checksum of each parameter that this process holds.
+def checksum(values: torch.Tensor) -> torch.Tensor:
+    """Return a checksum of a tensor, an int64 scalar.
 
     It changes if any bit changes, and also if two values change places. The values' bits are read
     as integers, and summed with odd weights that grow along the tensor, modulo 2**64.
-
-    Returns:
-        int64 [parameters].
     """
-    return torch.stack([checksum(local_shard(p)) for p in model.parameters()])
-
-
-def checksum(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum that :func:`weight_checksums` describes, an int64 scalar."""
     bits = values.contiguous().view(_INTEGER_TYPES[values.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), _BLOCK_SIZE):
@@ -55,29 +49,19 @@ def check_replicas(ranks: Ranks, model: nn.Module) -> None:
     Raises:
         UserError: on every rank, with the first parameter that differs and the ranks that have it.
     """
-    sharding = ranks.sharding
-    if sharding.replicas == 1:
+    if ranks.sharding.replicas == 1:
         return
-
     unwrapped = ranks.accelerator.unwrap_model(model, keep_torch_compile=False)
-    local_checksums = weight_checksums(unwrapped)[None].to(ranks.device)
-    checksums = ranks.accelerator.gather(local_checksums)  # [ranks, parameters]
-
-    # A rank should have the values of the rank with the same shards in the first replica.
-    rank_numbers = torch.arange(len(checksums), device=checksums.device)
-    differs = checksums != checksums[rank_numbers % sharding.shards]
-    if not differs.any():
-        return
-
-    parameter = int(differs.any(dim=0).nonzero()[0])
-    name = [name for name, _ in unwrapped.named_parameters()][parameter]
-    drifted_ranks = differs[:, parameter].nonzero().flatten()
-    expected_ranks = torch.unique(drifted_ranks % sharding.shards)
-    raise UserError(
-        f"replicas drifted: {name} of rank {_join(drifted_ranks)} differs from rank "
-        f"{_join(expected_ranks)}'s; the run is stopped. "
-        "The newest checkpoint is sound: replicas are compared before each save."
-    )
+    shards = ranks.sharding.shards
+    difference = _first_difference(ranks, dict(unwrapped.named_parameters()), shards)
+    if difference is not None:
+        name, drifted_ranks = difference
+        expected_ranks = torch.unique(drifted_ranks % shards)
+        raise UserError(
+            f"replicas drifted: {name} of rank {_join(drifted_ranks)} differs from rank "
+            f"{_join(expected_ranks)}'s; the run is stopped. "
+            "The newest checkpoint is sound: replicas are compared before each save."
+        )
 
 
 def check_built_weights(ranks: Ranks, model: nn.Module) -> None:
@@ -101,20 +85,34 @@ def check_built_weights(ranks: Ranks, model: nn.Module) -> None:
     if ranks.world_size == 1 or not built:
         return
 
-    local_checksums = torch.stack([checksum(p.detach()) for p in built.values()])
-    checksums = ranks.accelerator.gather(local_checksums[None].to(ranks.device))
-    differs = checksums != checksums[0]  # [ranks, parameters]
-    if not differs.any():
-        return
+    difference = _first_difference(ranks, built, shards=1)
+    if difference is not None:
+        name, other_ranks = difference
+        raise UserError(
+            f"{type(model).__name__}: the ranks have built different initial weights, such as "
+            f"{name} of rank {_join(other_ranks)}. torch's generators are seeded "
+            "with --seed before build() is called. If build() uses others, such as numpy's, seed "
+            "them alike on all ranks."
+        )
 
-    parameter_index = int(differs.any(dim=0).nonzero()[0])
-    name = [*built][parameter_index]
-    other_ranks = differs[:, parameter_index].nonzero().flatten()
-    raise UserError(
-        f"{type(model).__name__}: the ranks have built different initial weights, such as {name} "
-        f"of rank {_join(other_ranks)}. torch's generators are seeded with --seed before build() "
-        "is called. If build() uses others, such as numpy's, seed them alike on all ranks."
-    )
+
+def _first_difference(
+    ranks: Ranks, parameters: Mapping[str, nn.Parameter], shards: int
+) -> tuple[str, torch.Tensor] | None:
+    """Return the name of the first parameter that differs, and the ranks on which it does.
+
+    All ranks call this. A rank should have the values of the rank with the same shards in the first
+    replica, which is one of the first ``shards`` ranks.
+    """
+    local_checksums = torch.stack([checksum(local_shard(p)) for p in parameters.values()])
+    checksums = ranks.accelerator.gather(local_checksums[None].to(ranks.device))
+    rank_numbers = torch.arange(len(checksums), device=checksums.device)
+    differs = checksums != checksums[rank_numbers % shards]  # [ranks, parameters]
+    if not differs.any():
+        return None
+
+    index = int(differs.any(dim=0).nonzero()[0])
+    return [*parameters][index], differs[:, index].nonzero().flatten()
 
 
 def _join(ranks: torch.Tensor) -> str:

@@ -48,14 +48,10 @@ class Stragglers:
             phase_seconds: mean seconds of a step by phase, with a number for each rank.
         """
         straggler = find_straggler(phase_seconds)
-        previous_suspect = self._suspect
-        if straggler is None:
-            self._suspect = None
-            return None
-
-        suspect = (straggler.rank, straggler.phase)
+        suspect = None if straggler is None else (straggler.rank, straggler.phase)
+        is_confirmed = suspect == self._suspect
         self._suspect = suspect
-        if suspect != previous_suspect or suspect in self._reported:
+        if suspect is None or not is_confirmed or suspect in self._reported:
             return None
         self._reported.add(suspect)
         return straggler

@@ -48,15 +48,6 @@ class _Place(NamedTuple):
     micro_batch: int  # -1 before the first forward pass of the step
 
 
-class _LocalRecording(NamedTuple):
-    """What one process has recorded."""
-
-    spans: list[JsonObject]
-    transfers: list[JsonObject]
-    sent_bytes: int  # by the machine, if this is its first process
-    cost: float  # seconds that recording took, per step
-
-
 class XRay:
     """Records some steps.
 
@@ -175,30 +166,33 @@ class XRay:
         if not self.ranks.is_main:
             return
 
-        spans = itertools.chain.from_iterable(recording.spans for recording in recordings)
-        transfers = itertools.chain.from_iterable(recording.transfers for recording in recordings)
+        spans = itertools.chain.from_iterable(recording["spans"] for recording in recordings)
+        transfers = itertools.chain.from_iterable(
+            recording["transfers"] for recording in recordings
+        )
         self.recording = {
             "processes": len(recordings),
             "spans": list(spans),
             "transfers": list(transfers),
             "buckets": self._buckets,
-            "counted_bytes": sum(recording.sent_bytes for recording in recordings),
-            "cost": max(recording.cost for recording in recordings),
+            "counted_bytes": sum(recording["sent_bytes"] for recording in recordings),
+            "cost": max(recording["cost"] for recording in recordings),
         }
         if self.folder is not None:
             self.folder.mkdir(exist_ok=True)
             write_json(self.folder / "recording.json", self.recording, durable=False)
             say("x-ray", f"steps are recorded; to see them: llmtrain xray {self.folder.parent}")
 
-    def _local_recording(self) -> _LocalRecording:
+    def _local_recording(self) -> JsonObject:
         """Return what this process has recorded."""
         places = self._places()
-        return _LocalRecording(
-            spans=self._local_spans(places),
-            transfers=self._local_transfers(places),
-            sent_bytes=_bytes_sent(self.ranks) - self._bytes_before,
-            cost=self._cost / len(self.steps),
-        )
+        return {
+            "spans": self._local_spans(places),
+            "transfers": self._local_transfers(places),
+            # By the machine, if this is its first process.
+            "sent_bytes": _bytes_sent(self.ranks) - self._bytes_before,
+            "cost": self._cost / len(self.steps),  # seconds that recording took, per step
+        }
 
     def _places(self) -> list[_Place]:
         """Return the step and the micro-batch of each recorded phase."""

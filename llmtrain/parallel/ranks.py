@@ -16,17 +16,6 @@ from llmtrain.errors import FailedElsewhereError, UserError, explain, first_line
 T = TypeVar("T")
 
 
-def _fixable(error: Exception) -> UserError | None:
-    """Return the error as one that the user can fix, or ``None`` if it is a bug."""
-    if isinstance(error, UserError):
-        return error
-    if isinstance(error, OSError):
-        fixable = UserError(explain(error) or f"{first_line(error).rstrip('.')}.")
-        fixable.__cause__ = error
-        return fixable
-    return None
-
-
 def _for_other_ranks(failure: Exception, rank: int) -> UserError | FailedElsewhereError:
     """Return what the other ranks raise if this rank fails.
 
@@ -86,8 +75,12 @@ class Team:
         failure_elsewhere: Exception | None = None  # what the other ranks raise
         try:
             result = action()
+        except OSError as error:  # which the user can fix
+            failure = UserError(explain(error) or f"{first_line(error).rstrip('.')}.")
+            failure.__cause__ = error
         except Exception as error:
-            failure = _fixable(error) or error
+            failure = error
+        if failure is not None:
             failure_elsewhere = _for_other_ranks(failure, self.rank)
 
         outcomes = [(result, failure_elsewhere)]

@@ -31,13 +31,12 @@ def sharded_dim(tensor: DTensor) -> int | None:
             piece on each rank, nor replicated.
     """
     *outer, inner = tensor.placements
-    if any(not isinstance(placement, Replicate) for placement in outer):
-        raise ValueError(f"its placements are {tensor.placements}")
-    if isinstance(inner, Replicate):
-        return None
-    if type(inner) is not Shard:  # its subclasses are cut into several pieces
-        raise ValueError(f"its placements are {tensor.placements}")
-    return inner.dim
+    if all(isinstance(placement, Replicate) for placement in outer):
+        if isinstance(inner, Replicate):
+            return None
+        if type(inner) is Shard:  # its subclasses are cut into several pieces
+            return inner.dim
+    raise ValueError(f"its placements are {tensor.placements}")
 
 
 def meta_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,40 +44,22 @@ def meta_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def range_of(size: int, ranks: int, rank: int) -> range:
-    """Return which of ``size`` rows a rank holds.
-
-    All ranks hold the same number of rows, except the last ranks if the rows do not divide evenly.
-    """
-    rows = -(-size // ranks)  # of each rank but the last ones
-    return range(min(rank * rows, size), min((rank + 1) * rows, size))
-
-
-def all_gather_rows(shard: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
-    """Gather a tensor whose rows are sharded over the ranks of a group.
-
-    Args:
-        shard: this rank's rows, as many as :func:`range_of` says.
-        group: the ranks.
-        size: the rows of the full tensor.
-    """
-    # All ranks must send tensors of the same shape, so shorter shards are padded at the end.
-    ranks = dist.get_world_size(group)
-    longest = len(range_of(size, ranks, 0))
-    padding = [0, 0] * (shard.ndim - 1) + [0, longest - len(shard)]
-    padded = F.pad(shard, padding).contiguous()
-
-    shards = [torch.empty_like(padded) for _ in range(ranks)]
-    dist.all_gather(shards, padded, group)
-    return torch.cat(shards)[:size]
-
-
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Gather the full tensor on every rank. All ranks call this."""
     if not isinstance(tensor, DTensor):
         return tensor
-    mesh = tensor.device_mesh
-    return all_gather_rows(local_shard(tensor), mesh.get_group(mesh.ndim - 1), size=len(tensor))
+    group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+    ranks = dist.get_world_size(group)
+
+    # All ranks must send tensors of the same shape, so shorter shards are padded at the end.
+    shard = local_shard(tensor)
+    rows = -(-len(tensor) // ranks)  # of each rank but the last ones
+    padding = [0, 0] * (shard.ndim - 1) + [0, rows - len(shard)]
+    padded = F.pad(shard, padding).contiguous()
+
+    shards = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(shards, padded, group)
+    return torch.cat(shards)[: len(tensor)]
 
 
 def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -97,9 +78,11 @@ def _shard_of(full: torch.Tensor, mesh: DeviceMesh, dim: int | None) -> torch.Te
     """Return this rank's shard along a dimension of a full tensor; with ``None``, all of it."""
     if dim is None:
         return full
-    ranks = mesh.size(mesh.ndim - 1)
-    indices = range_of(full.shape[dim], ranks, mesh.get_local_rank(mesh.ndim - 1))
-    return full.narrow(dim, indices.start, len(indices))
+    # All ranks hold as many rows, except the last ones if the rows do not divide evenly.
+    size = full.shape[dim]
+    rows = -(-size // mesh.size(mesh.ndim - 1))
+    start = min(mesh.get_local_rank(mesh.ndim - 1) * rows, size)
+    return full.narrow(dim, start, min(rows, size - start))
 
 
 def filled_like(like: torch.Tensor, full: torch.Tensor) -> torch.Tensor:

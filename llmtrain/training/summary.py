@@ -14,7 +14,7 @@ from llmtrain.interfaces.batches import IGNORED
 from llmtrain.model_folders import note_on_base
 from llmtrain.models.export import folder_config, gives_scores, how_to_load, module_class_of
 from llmtrain.models.generation import Sampling
-from llmtrain.observe.curve import loss_curve
+from llmtrain.observe.progress import loss_curve
 from llmtrain.parallel.engine import Engine
 from llmtrain.record.history import read_lines
 from llmtrain.redaction import redacted

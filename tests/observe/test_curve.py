@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from llmtrain.observe.curve import loss_curve, round_tick
+from llmtrain.observe.progress import loss_curve, round_tick
 
 
 def test_the_axes_of_a_curve_have_round_ticks_around_all_values() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from llmtrain.errors import UserError
-from llmtrain.observe.replicas import check_built_weights, check_replicas, weight_checksums
+from llmtrain.observe.replicas import check_built_weights, check_replicas, checksum
 from llmtrain.parallel.ranks import Ranks, Sharding
 
 INTEGER_TYPES = {
@@ -15,6 +15,10 @@ INTEGER_TYPES = {
     torch.float64: torch.int64,
     torch.bfloat16: torch.int16,
 }
+
+
+def checksums_of(model: nn.Module) -> torch.Tensor:
+    return torch.stack([checksum(parameter.detach()) for parameter in model.parameters()])
 
 
 class FakeAccelerator:
@@ -36,7 +40,7 @@ class FakeAccelerator:
         return model
 
     def gather(self, local_checksums: torch.Tensor) -> torch.Tensor:
-        checksums = torch.stack([weight_checksums(model) for model in self.models])
+        checksums = torch.stack([checksums_of(model) for model in self.models])
         assert torch.equal(local_checksums, checksums[:1])
         return checksums
 
