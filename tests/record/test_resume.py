@@ -1,7 +1,9 @@
 """A start resumes the run with its fingerprint, and starts at the same moment share no folder."""
 
+import contextlib
 import multiprocessing
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -80,6 +82,31 @@ def test_a_named_checkpoint_with_another_seed_is_refused_for_the_seed(
 ) -> None:
     with pytest.raises(UserError, match="differs in seed: 0 there, 1 here; resume with the"):
         start(tmp_path / "extended", seed=1, checkpoint=str(stopped_run))
+
+
+def test_a_run_that_began_elsewhere_is_not_continued_from_a_named_checkpoint(
+    stopped_run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(stopped_run, tmp_path / "other")
+
+    resume_point = start(stopped_run, seed=0, checkpoint=str(tmp_path / "other"))
+
+    assert resume_point.folder == stopped_run.with_name("run-2")
+
+
+def test_a_run_that_another_start_finishes_meanwhile_is_not_continued(
+    stopped_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def lock_late(path: Path, timeout: float) -> Iterator[bool]:
+        """Take the lock when the other start has finished the run."""
+        if path.parent == stopped_run:
+            write_json(stopped_run / "status.json", {"state": "finished", "step": 10})
+        yield True
+
+    monkeypatch.setattr(resume, "file_lock", lock_late)
+
+    assert start(stopped_run, seed=0).folder == stopped_run.with_name("run-2")
 
 
 # --- starts at the same moment
