@@ -91,11 +91,16 @@ class Layout(NamedTuple):
                 f"{data.per_device_train_batch_size} rows, but each process has only "
                 f"{pluralize(micro_batch, 'row')}; set it to {micro_batch} or less."
             )
-        if bitwise:
-            # Gradients are added in a binary tree of processes and micro-batches.
-            _check_power_of_two(processes, "processes")
-            noun = f"micro-batches of {pluralize(micro_batch, 'row')}"
-            _check_power_of_two(rows // micro_batch, noun)
+        # Gradients are added in a binary tree of processes and micro-batches.
+        micro_batches = rows // micro_batch
+        are_powers_of_two = processes.bit_count() == 1 and micro_batches.bit_count() == 1
+        if bitwise and not are_powers_of_two:
+            raise UserError(
+                "--bitwise needs powers of two, and a step has "
+                f"{pluralize(processes, 'process')} and {pluralize(micro_batches, 'micro-batch')} "
+                f"of {pluralize(micro_batch, 'row')}; change --num_processes, --global_batch_size "
+                "or --per_device_train_batch_size."
+            )
         return cls(processes, share // micro_batch, micro_batch)
 
     def __str__(self) -> str:
@@ -109,16 +114,6 @@ class Layout(NamedTuple):
 def _largest_divisor(number: int, limit: int) -> int:
     """Return the largest divisor of a number that is not above ``limit``."""
     return max(divisor for divisor in range(1, limit + 1) if number % divisor == 0)
-
-
-def _check_power_of_two(count: int, noun: str) -> None:
-    """Raise :class:`UserError` if ``count`` is not a power of two."""
-    if count & (count - 1):
-        lower = 1 << (count.bit_length() - 1)
-        raise UserError(
-            f"--bitwise works with {lower} or {2 * lower} {noun}, not {count}: their number must "
-            "be a power of two."
-        )
 
 
 # --- the number of steps

@@ -205,8 +205,8 @@ def test_the_sums_of_an_evaluation_have_the_same_bits_on_any_number_of_ranks(
 @pytest.mark.parametrize(
     ("rows", "micro_batch", "processes", "message"),
     [
-        (24, 2, 2, "works with 8 or 16 micro-batches of 2 rows, not 12"),
-        (24, 4, 3, "works with 2 or 4 processes, not 3"),
+        (24, 2, 2, "powers of two, and a step has 2 processes and 12 micro-batches of 2 rows"),
+        (24, 4, 3, "powers of two, and a step has 3 processes"),
         (8, 4, 4, "set it to 2 or less"),
     ],
 )
