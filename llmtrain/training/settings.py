@@ -22,9 +22,10 @@ from llmtrain.json_types import JsonObject
 from llmtrain.parallel.config import ParallelConfig
 
 
-def _require_steps(config: Config, minimum: int, name: str) -> None:
+def _check_steps(config: Config, minimum: int, name: str) -> None:
     """Raise :class:`UserError` unless a flag is a number of steps, or a fraction of the run.
 
+    A number of steps becomes an integer, as a user writes it in a file.
     :func:`llmtrain.training.layout.fit_to_rows` turns fractions into steps.
 
     Args:
@@ -33,9 +34,9 @@ def _require_steps(config: Config, minimum: int, name: str) -> None:
         name: the name of the flag.
     """
     value = getattr(config, name)
-    is_fraction = 0 < value < 1
-    is_whole = minimum <= value < math.inf and value == int(value)  # False for NaN
-    if not is_fraction and not is_whole:
+    if minimum <= value < math.inf and value == int(value):  # False for NaN
+        setattr(config, name, int(value))  # as a user has written it
+    elif not 0 < value < 1:
         raise UserError(
             f"--{name} {value:g} is neither a whole number of steps, at least {minimum}, nor a "
             "fraction of the run, such as 0.1."
@@ -141,7 +142,7 @@ class OptimConfig(Config):
         if self.num_train_epochs is not None:
             require_above(self, 0, "num_train_epochs")
             require_at_most(self, 1_000_000, "num_train_epochs")
-        _require_steps(self, 0, "warmup_steps")
+        _check_steps(self, 0, "warmup_steps")
         self._check_schedule()
 
     def _check_schedule(self) -> None:
@@ -250,7 +251,7 @@ class EvalConfig(Config):
     )
 
     def __post_init__(self) -> None:
-        _require_steps(self, 0, "eval_steps")
+        _check_steps(self, 0, "eval_steps")
         require_at_least(self, 0, "early_stopping_patience")
         if self.metric_for_best_model.startswith("eval_"):  # as in transformers
             self.metric_for_best_model = "eval/" + self.metric_for_best_model.removeprefix("eval_")
@@ -298,7 +299,7 @@ class LogConfig(Config):
     )
 
     def __post_init__(self) -> None:
-        _require_steps(self, 1, "logging_steps")
+        _check_steps(self, 1, "logging_steps")
         if self.xray_range == range(0):
             raise UserError(
                 f"--xray_steps {self.xray_steps} is not a range of steps; write two numbers such "
@@ -387,7 +388,7 @@ class RunConfig(Config):
     )
 
     def __post_init__(self) -> None:
-        _require_steps(self, 1, "save_steps")
+        _check_steps(self, 1, "save_steps")
         # A resume finds an intact checkpoint if the newest one is damaged.
         require_at_least(self, 2, "save_total_limit")
         if self.max_hours is not None:
