@@ -186,12 +186,12 @@ def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch)
 def list_of_blocks(model: nn.Module) -> nn.ModuleList | None:
     """Return the ``nn.ModuleList`` that holds all blocks of a model, if there is one."""
     class_names = block_classes(model)
-
-    def has_only_blocks(modules: nn.ModuleList) -> bool:
-        return {type(module).__name__ for module in modules} <= class_names
-
-    module_lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    block_lists = [modules for modules in module_lists if has_only_blocks(modules)]
+    block_lists = []
+    for modules in model.modules():
+        if isinstance(modules, nn.ModuleList):
+            element_names = {type(module).__name__ for module in modules}
+            if element_names <= class_names:
+                block_lists.append(modules)
     if len(block_lists) != 1 or len(block_lists[0]) == 0:
         return None
     return block_lists[0]

@@ -212,21 +212,18 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """
     from transformers.pytorch_utils import Conv1D
 
-    head_ids = {id(p) for head in _heads(model) for p in head.parameters()}
+    heads = [getattr(model, "score", None)]  # transformers' name for a sequence-classification head
+    if hasattr(model, "get_output_embeddings"):
+        heads.append(model.get_output_embeddings())  # None for sequence classification
+    head_ids: set[int] = set()
+    for head in heads:
+        if isinstance(head, nn.Module):
+            head_ids.update(id(p) for p in head.parameters())
     return [
         p
         for module, p in decayed_parameters(model)
         if isinstance(module, nn.Linear | Conv1D | Projection) and id(p) not in head_ids
     ]
-
-
-def _heads(model: nn.Module) -> list[nn.Module]:
-    """Return the output heads of a model."""
-    heads = [getattr(model, "score", None)]  # transformers' name for a sequence-classification head
-    get_output_embeddings = getattr(model, "get_output_embeddings", None)
-    if get_output_embeddings is not None:
-        heads.append(get_output_embeddings())  # None for sequence classification
-    return [head for head in heads if isinstance(head, nn.Module)]
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

@@ -6,7 +6,7 @@ the activations.
 """
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import nn
@@ -333,46 +333,3 @@ class Memory:
             products = 2 * element_bytes * len(matrices) * short**2
             largest = max(largest, updates + approximations + products)
         return float(largest)
-
-    # --- what fits
-
-    def fits_if_synced(
-        self, sharding: Sharding, share: int, device_bytes: float, every: int | None = None
-    ) -> bool:
-        """Return whether micro-batches of one row fit with ``--sync_each_batch``.
-
-        Args:
-            sharding: how processes share the model.
-            share: rows of the global batch that a process has.
-            device_bytes: memory of the device.
-            every: which blocks compute their activations again, as in :meth:`activations`.
-        """
-        synced = replace(self, reduces_once=False)
-        needed = synced.bytes_of(sharding, rows=1, accumulation=share, every=every).total
-        return needed <= device_bytes
-
-    def fitting(
-        self, sharding: Sharding, share: int, device_bytes: float, every: int | None = None
-    ) -> list[int]:
-        """Return the sizes of a micro-batch that fit, in ascending order.
-
-        A smaller micro-batch may need more memory. If a step has several micro-batches, gradients
-        are kept between them. A single micro-batch with all rows does not need that.
-
-        Args:
-            sharding: how processes share the model.
-            share: rows of the global batch that a process has. A micro-batch divides them.
-            device_bytes: memory of the device.
-            every: which blocks compute their activations again, as in :meth:`activations`.
-        """
-        sizes = []
-        for rows in range(1, share + 1):
-            if share % rows != 0:
-                continue
-
-            if self.bytes_of(sharding, rows, share // rows, every).total <= device_bytes:
-                sizes.append(rows)
-            elif self.bytes_of(sharding, rows, 1, every).total > device_bytes:
-                # One micro-batch of this size is too large by itself, so larger ones are, too.
-                break
-        return sizes

@@ -12,6 +12,7 @@ from torch import nn
 from llmtrain.devices import bytes_per_second, get_device, known_device
 from llmtrain.errors import UserError
 from llmtrain.interfaces.objective import Objective
+from llmtrain.lab.plan.layouts import fitting_sizes
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
@@ -217,9 +218,9 @@ def test_micro_batches_that_fit_divide_the_rows_of_a_process() -> None:
     for rows in divisors_of_24:
         totals[rows] = predicted.bytes_of(sharding, rows=rows, accumulation=24 // rows).total
 
-    assert predicted.fitting(sharding, 24, totals[6] + 1) == [1, 2, 3, 4, 6]
-    assert predicted.fitting(sharding, 24, totals[1] - 1) == []
-    assert predicted.fitting(sharding, 24, 1e12) == divisors_of_24
+    assert fitting_sizes(predicted, sharding, 24, totals[6] + 1) == [1, 2, 3, 4, 6]
+    assert fitting_sizes(predicted, sharding, 24, totals[1] - 1) == []
+    assert fitting_sizes(predicted, sharding, 24, 1e12) == divisors_of_24
 
 
 # --- devices

@@ -154,10 +154,15 @@ def _plan_layout(name: str, sharding: Sharding, plan: Plan) -> PlannedLayout:
     device_bytes = plan.device.memory * (1 - RESERVED_MEMORY)
     # With auto, a micro-batch fits if it does when all blocks compute their activations again.
     most = 1 if memory.decides_recomputation else None
-    fitting = memory.fitting(sharding, share, device_bytes, most)
+    fitting = fitting_sizes(memory, sharding, share, device_bytes, most)
     largest = max(fitting, default=0)
     rows = _micro_batch_size(share, settings.data.per_device_train_batch_size, fitting)
     accumulation = share // rows
+    fits_if_synced = False
+    if not fitting:
+        synced = replace(memory, reduces_once=False)
+        needed = synced.bytes_of(sharding, rows=1, accumulation=share, every=most).total
+        fits_if_synced = needed <= device_bytes
 
     every = None
     if memory.decides_recomputation:
@@ -173,7 +178,7 @@ def _plan_layout(name: str, sharding: Sharding, plan: Plan) -> PlannedLayout:
         fitting=fitting,
         largest=largest,
         too_large=[size for size in _divisors(share) if size < largest and size not in fitting],
-        fits_if_synced=not fitting and memory.fits_if_synced(sharding, share, device_bytes, most),
+        fits_if_synced=fits_if_synced,
         rows=rows,
         accumulation=accumulation,
         recompute_every=recompute_every,
@@ -207,6 +212,31 @@ def _plan_layout(name: str, sharding: Sharding, plan: Plan) -> PlannedLayout:
             recomputed_share=recomputed,
         ),
     )
+
+
+def fitting_sizes(
+    memory: Memory, sharding: Sharding, share: int, device_bytes: float, every: int | None = None
+) -> list[int]:
+    """Return the sizes of a micro-batch that fit, in ascending order.
+
+    A smaller micro-batch may need more memory. If a step has several micro-batches, gradients are
+    kept between them. A single micro-batch with all rows does not need that.
+
+    Args:
+        memory: the model.
+        sharding: how processes share the model.
+        share: rows of the global batch that a process has. A micro-batch divides them.
+        device_bytes: memory of the device.
+        every: which blocks compute their activations again, as in :meth:`Memory.activations`.
+    """
+    sizes = []
+    for rows in _divisors(share):
+        if memory.bytes_of(sharding, rows, share // rows, every).total <= device_bytes:
+            sizes.append(rows)
+        elif memory.bytes_of(sharding, rows, 1, every).total > device_bytes:
+            # One micro-batch of this size is too large by itself, so larger ones are, too.
+            break
+    return sizes
 
 
 def _micro_batch_size(share: int, requested: int, fitting: list[int]) -> int:
