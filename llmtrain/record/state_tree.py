@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.errors import UserError
 from llmtrain.json_types import Json, JsonObject
-from llmtrain.parallel.shards import sharded_dim
 from llmtrain.record.tensor_files import STORABLE_DTYPES
 
 _TENSOR_TYPES = (torch.Tensor, nn.Parameter, DTensor)
@@ -81,31 +80,18 @@ def flatten(value: Any, path: str, owner: str, tensors: dict[str, torch.Tensor])
         is_json = all(isinstance(key, str) and not key.startswith("$") for key in flat)
         return flat if is_json else {"$dict": [[key, item] for key, item in flat.items()]}
 
-    place = f" in {path}" if path else ""
+    form = f" of {value.dtype} ({value.layout})" if isinstance(value, torch.Tensor) else ""
     raise UserError(
-        f"{owner} keeps {_described(value)}{place}, which a checkpoint cannot hold; use tensors, "
-        "numbers, strings, None, lists, tuples, sets, and dictionaries with strings or integers as "
-        "keys."
+        f"{owner} keeps a {kind.__name__}{form} in {path or 'its state'}, which a checkpoint "
+        "cannot hold; use tensors, numbers, strings, None, lists, tuples, sets, and dictionaries "
+        "with strings or integers as keys."
     )
 
 
 def _is_storable(tensor: torch.Tensor) -> bool:
-    """Return whether a file can hold a tensor, and shards of it can be gathered."""
-    if type(tensor) not in _TENSOR_TYPES or tensor.layout != torch.strided:
-        return False
-    if isinstance(tensor, DTensor):
-        try:
-            sharded_dim(tensor)
-        except ValueError:
-            return False
-    return tensor.dtype in STORABLE_DTYPES
-
-
-def _described(value: object) -> str:
-    description = f"a {type(value).__name__}"
-    if isinstance(value, torch.Tensor):
-        description += f" of {value.dtype} ({getattr(value, 'placements', value.layout)})"
-    return description
+    """Return whether a file can hold a tensor."""
+    is_dense = type(tensor) in _TENSOR_TYPES and tensor.layout == torch.strided
+    return is_dense and tensor.dtype in STORABLE_DTYPES
 
 
 def unflatten(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:

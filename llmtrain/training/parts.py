@@ -143,8 +143,6 @@ def _as_metric(metric: Metric | MetricFunction) -> Metric:
             f"metrics: {short_repr(metric)} is neither a function of a model and a batch nor an "
             "instance of llmtrain.Metric."
         )
-    if getattr(metric, "__name__", "") == "<lambda>":
-        raise UserError("metrics: a lambda has no name for the log; write a function with def.")
     if not accepts(metric, None, None):
         raise UserError(
             f"metrics: {short_repr(metric)} must take two arguments: the model and a batch."

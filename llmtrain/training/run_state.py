@@ -27,7 +27,6 @@ from llmtrain.record.state_tree import FlatState, flatten, unflatten
 from llmtrain.record.tensor_files import read_tensors_on_main
 from llmtrain.training.optimizer_state import OptimizerState
 from llmtrain.training.run import Run
-from llmtrain.versions import versions
 
 
 def restore(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:
@@ -75,18 +74,14 @@ def restore_parts(parts: Mapping[str, Part], path: Path, ranks: Ranks) -> None:
     """
     stored_names = ranks.on_main(lambda: checkpoint.part_names(path))
     for name in stored_names:
-        if name not in parts:
+        part = parts.get(name)
+        if part is None:
             say("changed", f"the state of {name} in {path} is not used: this run has no such part")
-
-    for name, part in parts.items():
-        current = flat_part(name, part)
-        if name not in stored_names:
-            if current.structure["state"]:
-                say("changed", f"{name} starts without a state: {path} has none of it")
             continue
 
         folder = path / "parts" / name
         structure = ranks.on_main(functools.partial(checkpoint.read_structure, folder))
+        current = flat_part(name, part)
         tensors = {}
         for tensor_name, full in read_tensors_on_main(folder, ranks):
             like = current.tensors.get(tensor_name)
@@ -125,8 +120,8 @@ def collect_states(run: Run, optimizer_state: OptimizerState) -> dict[str, FlatS
     """Return the states that a checkpoint holds, by their folders; all ranks call this.
 
     Raises:
-        UserError: on all ranks, if there is something that a checkpoint cannot hold, or if ranks
-            that save together have different tensors, which they gather one after another.
+        UserError: on all ranks, if there is something that a checkpoint cannot hold, or if the
+            ranks have different tensors. Those of shards are gathered one after another.
     """
     states: dict[str, FlatState] = {}
 
@@ -145,10 +140,10 @@ def collect_states(run: Run, optimizer_state: OptimizerState) -> dict[str, FlatS
 
     forms_of_ranks = run.ranks.on_all(collect)
     for rank, forms in enumerate(forms_of_ranks):
-        if not run.saver.saves_alone and forms != forms_of_ranks[0]:
+        if forms != forms_of_ranks[0]:
             raise UserError(
                 f"the states of rank {rank} have other tensors than those of rank 0; every rank "
-                "must return tensors of the same names, shapes and dtypes from state_dict."
+                "must keep tensors of the same names, shapes and dtypes."
             )
     return states
 
@@ -207,11 +202,7 @@ def _state(run: Run, engine: Engine) -> JsonObject:
         "best": run.patience.state if run.patience.keeps_best else None,
         "fingerprint": run.fingerprint,
         "fingerprint_sha256": digest(run.fingerprint),
-        "processes": engine.ranks.world_size,
-        "threads": torch.get_num_threads(),
-        "mixed_precision": engine.accelerator.mixed_precision,
         "loss_scaler": scaler.state_dict() if scaler is not None else None,
-        "versions": versions(),
     }
 
 

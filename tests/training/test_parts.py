@@ -354,7 +354,10 @@ class NeedsSecondHead(lt.Objective):
         ({"callbacks": [lt.Callback]}, "callbacks: the class Callback"),
         ({"callbacks": lt.Callback()}, "callbacks: the Callback object is no list"),
         ({"callbacks": [Threshold(1), Threshold(2)]}, "called Threshold"),
-        ({"metrics": [lambda model, batch: {}]}, "metrics: a lambda has no name"),
+        (
+            {"metrics": [lambda model, batch: {}]},
+            "'<lambda>' cannot be the name of a FunctionMetric",
+        ),
         ({"metrics": [len]}, "metrics: .* must take two arguments"),
         ({"metrics": [3]}, "metrics: 3"),
     ],

@@ -122,7 +122,7 @@ class GivenState(Callback):
         raise KeyError("mean of the tail")
 
 
-def test_a_state_without_its_part_or_a_part_without_a_state_is_no_damage_and_noted(
+def test_a_state_without_its_part_is_noted_and_a_part_without_a_state_is_no_damage(
     rows: Tokenized, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(rows, tmp_path / "gone", Average(), StopAfter(2))
@@ -133,9 +133,7 @@ def test_a_state_without_its_part_or_a_part_without_a_state_is_no_damage_and_not
 
     train(rows, tmp_path / "new", GivenState({}), StopAfter(2))
     assert part_names(tmp_path / "new/checkpoints/step-00000002") == []
-    assert "starts without a state" not in capsys.readouterr().out
     train(rows, tmp_path / "new", Average())
-    assert "Average starts without a state: " in capsys.readouterr().out
 
 
 def test_a_part_that_cannot_load_its_state_is_named(rows: Tokenized, tmp_path: Path) -> None:
