@@ -49,13 +49,6 @@ def rate_at(step: int, config: OptimConfig, *, peak: float, floor: float = 0.0) 
             return floor + height * min(1.0, remaining / decay_steps)
 
 
-def floor_of(peak: float, largest_peak: float, config: OptimConfig) -> float:
-    """Return the rate at which a group's schedule ends: ``--min_lr`` for the largest peak."""
-    if largest_peak == 0:
-        return 0.0
-    return config.min_lr * (peak / largest_peak)
-
-
 class LearningRates:
     """Sets the learning rates of an optimizer's parameter groups before each step.
 
@@ -102,7 +95,9 @@ class LearningRates:
                 f"--min_lr {config.min_lr:g} is above the peak learning rate, {largest:g}; lower "
                 "it."
             )
-        self._floors = [floor_of(peak, largest, config) for peak in self.peaks]
+        # --min_lr is the end of the largest peak; the others keep their proportions.
+        shares = [peak / largest if largest > 0 else 0.0 for peak in self.peaks]
+        self._floors = [config.min_lr * share for share in shares]
         self._current = self.after(0)
 
     def after(self, step: int) -> list[float]:
