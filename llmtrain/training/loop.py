@@ -61,6 +61,7 @@ class Loop:
         self.throughput = Throughput(engine.accelerator, engine.unwrapped)
         self.callbacks: list[Callback] = []
         self._having: dict[str, list[Callback]] = {}  # callbacks by a method of their own
+        self._allowed_skips = run.settings.optim.skip_nonfinite
         self._prepared_optimizer = optimizer
         self._batches = batches
         self._stop: StopVote = False  # how any rank wanted to stop, at the last settled step
@@ -262,19 +263,18 @@ class Loop:
             UserError: on every rank, if ``--skip_nonfinite`` allows no more skipped steps.
         """
         status = self.run.status
-        allowed = self.run.settings.optim.skip_nonfinite
         rows = [row for row in self.engine.ranks.gather_rows(launched.rows).tolist() if row >= 0]
         event = (
             f"step {launched.step} was skipped: its gradient norm is {launched.result.grad_norm}; "
             f"its rows are {rows}"
         )
-        if status.skipped == allowed:
+        if status.skipped == self._allowed_skips:
             raise UserError(
                 f"{event}. Lower --learning_rate, or allow some skipped steps with "
                 "--skip_nonfinite. The newest checkpoint is untouched."
             )
         status.skipped += 1
-        count = f"{status.skipped} of --skip_nonfinite {allowed}"
+        count = f"{status.skipped} of --skip_nonfinite {self._allowed_skips}"
         self.run.record_event("skipped", f"{event} ({count})")
 
     def _settle_after_failure(self) -> None:
