@@ -213,8 +213,9 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     from transformers.pytorch_utils import Conv1D
 
     heads = [getattr(model, "score", None)]  # transformers' name for a sequence-classification head
-    if hasattr(model, "get_output_embeddings"):
-        heads.append(model.get_output_embeddings())  # None for sequence classification
+    get_output_embeddings = getattr(model, "get_output_embeddings", None)
+    if get_output_embeddings is not None:
+        heads.append(get_output_embeddings())  # None for sequence classification
     head_ids: set[int] = set()
     for head in heads:
         if isinstance(head, nn.Module):
