@@ -80,14 +80,12 @@ class OptimizerState:
                 states[name] = add(self.optimizer.state[parameter], name, name)
 
         groups = []
+        first_name = next(iter(self._parameters))  # its device is that of the tensors of groups
         for index, group in enumerate(self.optimizer.param_groups):
-            # The device of its first parameter is that of its tensors.
-            members = group["params"] or [*names]
-            parameter_name = names[members[0]]
             values = {}
             for key, value in _values_of(group).items():
                 try:
-                    values[key] = add(value, f"param_groups[{index}].{key}", parameter_name)
+                    values[key] = add(value, f"param_groups[{index}].{key}", first_name)
                 except UserError:
                     if key not in self.optimizer.defaults:  # else it is a setting, such as a class
                         raise
