@@ -37,7 +37,7 @@ from llmtrain.files import (
 )
 from llmtrain.json_types import JsonObject
 from llmtrain.record.history import candidate_folders
-from llmtrain.record.run_record import check_not_newer, check_resumable, has_version
+from llmtrain.record.run_record import VERSION_KEY, check_not_newer, check_resumable
 
 MANIFEST = "MANIFEST.json"
 STRUCTURE = "structure.json"  # what a state has besides tensors
@@ -47,12 +47,7 @@ _NAME = re.compile(r"step-\d{8,}")
 def checkpoints(folder: Path) -> list[Path]:
     """Return the committed checkpoints in a folder, oldest first."""
     paths = [folder / name for name in names_in(folder) or [] if _NAME.fullmatch(name)]
-    return sorted(paths, key=_step_of)
-
-
-def _step_of(path: Path) -> int:
-    """Return the step in the name of a checkpoint."""
-    return int(path.name.removeprefix("step-"))
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 class AllDamagedError(UserError):
@@ -145,7 +140,7 @@ def _faults(path: Path, fingerprint: str | None) -> Iterator[str]:
         yield f"{name} differs from its hash"
 
     state = read_state(path)
-    if state["step"] != _step_of(path):
+    if path != path_of(path.parent, state["step"]):
         yield f"it holds step {state['step']}"
     if fingerprint is not None and fingerprint != state.get("fingerprint_sha256"):
         yield "it belongs to another run"
@@ -178,8 +173,9 @@ def _read(path: Path) -> JsonObject:
     """
     content = dict(json.loads(read_patiently(path, path.read_text)))
     check_not_newer(path, content)
-    if not has_version(content):
-        raise ValueError(f"{path.name} has format version {content.get('format_version')}")
+    version = content.get(VERSION_KEY)
+    if type(version) is not int or version < 1:
+        raise ValueError(f"{path.name} has format version {version}")
     return content
 
 

@@ -98,7 +98,8 @@ class RunFolder:
         """
         if not self.is_main or self.is_taken_over():
             return
-        self._write_status(state, step, reason)
+        # A saved checkpoint has no reason; redacting goes through all variables of the process.
+        self._write_status(state, step, redacted(reason) if reason else "")
         if state not in ("finished", "running"):
             self.record_event(step, state, reason)
 
@@ -107,7 +108,7 @@ class RunFolder:
         status = {
             "state": state,
             "step": step,
-            "reason": redacted(reason),
+            "reason": reason,
             "start_id": self.start_id,
             "pid": os.getpid(),
             "host": platform.node(),

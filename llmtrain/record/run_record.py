@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # The version of run.json, state.json and MANIFEST.json. Raise it when a reader must change.
 FORMAT_VERSION = 2
-_VERSION_KEY = "format_version"
+VERSION_KEY = "format_version"
 
 # Flags that may differ between machines: paths, and what only rank 0 does.
 _LOCAL_FLAGS = {
@@ -51,7 +51,7 @@ _DESCRIBED_BY = {
 
 def with_version(content: JsonObject) -> JsonObject:
     """Return the content with the format version as its first key."""
-    return {_VERSION_KEY: FORMAT_VERSION, **content}
+    return {VERSION_KEY: FORMAT_VERSION, **content}
 
 
 def check_not_newer(path: Path, content: JsonObject) -> None:
@@ -60,18 +60,12 @@ def check_not_newer(path: Path, content: JsonObject) -> None:
     Raises:
         UserError: if a newer llmtrain has written it.
     """
-    version = content.get(_VERSION_KEY)
+    version = content.get(VERSION_KEY)
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise UserError(
             f"{path} has format version {version}, but this llmtrain reads version "
             f"{FORMAT_VERSION}: upgrade llmtrain."
         )
-
-
-def has_version(content: JsonObject) -> bool:
-    """Return whether the content of a file has the number of a format that is read."""
-    version = content.get(_VERSION_KEY)
-    return type(version) is int and 1 <= version <= FORMAT_VERSION
 
 
 def check_resumable(path: Path) -> None:
@@ -80,7 +74,7 @@ def check_resumable(path: Path) -> None:
     Raises:
         UserError: if another version of llmtrain has written the file.
     """
-    version = read_versioned(path).get(_VERSION_KEY)
+    version = read_versioned(path).get(VERSION_KEY)
     if isinstance(version, int) and version < FORMAT_VERSION:
         raise UserError(
             f"{path} has format version {version}, and this llmtrain resumes version "
