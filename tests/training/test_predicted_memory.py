@@ -130,9 +130,12 @@ def test_gradients_are_sharded_only_if_they_are_reduced_in_each_micro_batch() ->
 
 def test_ddp_has_buckets_besides_the_gradients_that_it_accumulates() -> None:
     one_process = memory().bytes_of(ONE_PROCESS, rows=2, accumulation=8)
-    two_processes = memory().bytes_of(Sharding(replicas=2, shards=1), rows=2, accumulation=8)
+    two_replicas = Sharding(replicas=2, shards=1)
+    two_processes = memory().bytes_of(two_replicas, rows=2, accumulation=8)
+    without_accumulation = memory().bytes_of(two_replicas, rows=2, accumulation=1)
 
     assert two_processes.total == one_process.total + one_process.gradients
+    assert without_accumulation.total == one_process.total, "gradients stay in the buckets"
 
 
 # --- activations
