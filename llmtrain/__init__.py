@@ -19,13 +19,13 @@ if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MO
     from llmtrain.data.tokenized import Tokenized as Tokenized
     from llmtrain.errors import UserError as UserError
     from llmtrain.interfaces.callback import Callback as Callback
-    from llmtrain.interfaces.metric import Metric as Metric
     from llmtrain.interfaces.model import Model as Model
-    from llmtrain.interfaces.model_bundle import ModelBundle as ModelBundle
+    from llmtrain.interfaces.model import ModelBundle as ModelBundle
     from llmtrain.interfaces.objective import LossSums as LossSums
     from llmtrain.interfaces.objective import Objective as Objective
+    from llmtrain.interfaces.part import Metric as Metric
     from llmtrain.interfaces.part import Part as Part
-    from llmtrain.interfaces.schedule import Schedule as Schedule
+    from llmtrain.interfaces.part import Schedule as Schedule
     from llmtrain.launching.process import launch as launch
     from llmtrain.model_folders import newest_model as newest_model
     from llmtrain.models.config import GPTConfig as GPTConfig
@@ -68,13 +68,13 @@ _MODULES = {
     "Tokenized": "llmtrain.data.tokenized",
     "UserError": "llmtrain.errors",
     "Callback": "llmtrain.interfaces.callback",
-    "Metric": "llmtrain.interfaces.metric",
+    "Metric": "llmtrain.interfaces.part",
     "Model": "llmtrain.interfaces.model",
-    "ModelBundle": "llmtrain.interfaces.model_bundle",
+    "ModelBundle": "llmtrain.interfaces.model",
     "LossSums": "llmtrain.interfaces.objective",
     "Objective": "llmtrain.interfaces.objective",
     "Part": "llmtrain.interfaces.part",
-    "Schedule": "llmtrain.interfaces.schedule",
+    "Schedule": "llmtrain.interfaces.part",
     "launch": "llmtrain.launching.process",
     "newest_model": "llmtrain.model_folders",
     "GPTConfig": "llmtrain.models.config",

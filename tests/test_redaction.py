@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmtrain.data.config import DataConfig
-from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.interfaces.model import ModelBundle
 from llmtrain.redaction import redacted
 from llmtrain.training import opening
 from llmtrain.training.opening import open_run

@@ -14,7 +14,7 @@ from torch import nn
 import llmtrain as lt
 from benchmarks.gpu.call import GPTSize
 from benchmarks.gpu.turns import Variant, bytes_of
-from llmtrain.parallel.blocks import blocks_of
+from llmtrain.interfaces.model import blocks_of
 from llmtrain.training.train import make_engine, make_loop
 
 # --- a recipe's loop, with its real run folder, loader, engine, optimizer and callbacks

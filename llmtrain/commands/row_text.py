@@ -4,8 +4,7 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 from llmtrain.console import printable
-from llmtrain.interfaces.answer_codes import PADDING, is_second
-from llmtrain.interfaces.batches import IGNORED
+from llmtrain.interfaces.batches import IGNORED, PADDING_CODE, is_second
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -36,7 +35,7 @@ def row_text(
     padding = 0  # tokens of the padding that ends here
     for start, end in pairwise([0, *_segment_starts(row), len(tokens)]):
         # Padding is at the end of a row, or between two answers.
-        is_between_answers = answers is not None and answers[start] == PADDING
+        is_between_answers = answers is not None and answers[start] == PADDING_CODE
         is_padding = is_between_answers or all(label == IGNORED for label in labels[start:])
         if start > 0 and is_padding:
             padding += end - start

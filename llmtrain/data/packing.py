@@ -6,7 +6,7 @@ at each, which tells attention where a document ends. The first label of each is
 first token has no context.
 
 A row of preference data holds complete pairs of answers. Its column ``answers`` has the code of the
-answer that each position belongs to; see :mod:`llmtrain.interfaces.answer_codes`.
+answer that each position belongs to; see :mod:`llmtrain.interfaces.batches`.
 
 An unpacked row holds one conversation, or a pair with each answer in half of the row. Its column
 ``lengths`` has the number of tokens in the row, or in each half. The rest is padding.
@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from llmtrain.data.audit import Audit
-from llmtrain.interfaces.answer_codes import PADDING, answer_code
-from llmtrain.interfaces.batches import IGNORED
+from llmtrain.interfaces.batches import IGNORED, PADDING_CODE, answer_code
 
 if TYPE_CHECKING:
     import datasets
@@ -256,7 +255,7 @@ def _columns_of(
     ids = np.zeros(shape, np.int32)
     labels = np.full(shape, IGNORED, np.int32)
     positions = np.zeros(shape, np.int32)
-    answers = np.full(shape, PADDING, np.int32)
+    answers = np.full(shape, PADDING_CODE, np.int32)
     lengths = np.zeros((len(rows), examples.parts), np.int32)
 
     longest = width // examples.parts  # of a part

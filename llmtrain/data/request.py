@@ -17,7 +17,7 @@ from llmtrain.data.readers import Source
 from llmtrain.data.sources import requested_sources
 from llmtrain.errors import UserError
 from llmtrain.files import digest
-from llmtrain.interfaces.packing_support import PackingSupport
+from llmtrain.interfaces.model import PackingSupport
 
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.

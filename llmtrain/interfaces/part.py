@@ -12,11 +12,23 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
+from llmtrain.interfaces.batches import Batch
 from llmtrain.json_types import JsonObject
+
+if TYPE_CHECKING:
+    import torch
+
+
+# Sums over a micro-batch by name: a sum, or a sum and its denominator.
+MetricSums: TypeAlias = Mapping[str, "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"]
+# A metric as a plain function: see `Metric.compute`.
+MetricFunction: TypeAlias = Callable[[Any, Batch], MetricSums]
+# A schedule as a plain function: see `Schedule.share`.
+ScheduleFunction: TypeAlias = Callable[[int, int], float]
 
 
 class Part:
@@ -115,3 +127,44 @@ def accepts(function: Callable[..., Any], *arguments: object) -> bool:
     except ValueError:  # a function of C without a signature
         return True
     return True
+
+
+class Metric(Part):
+    """A metric that every evaluation computes, of all eval rows."""
+
+    def compute(self, model: Any, batch: Batch) -> MetricSums:
+        """Return sums over an eval micro-batch by name.
+
+        This runs inside ``model.forward``, without gradients. A sum with a denominator becomes
+        their ratio, after both were added up over all micro-batches and ranks. So the result does
+        not depend on the parallel layout.
+
+        Args:
+            model: the unwrapped model, in eval mode, with the methods of :class:`llmtrain.Model`.
+            batch: a micro-batch by column, among them ``input_ids`` and ``labels`` [B, T].
+        """
+        raise NotImplementedError
+
+
+class FunctionMetric(Metric):
+    """A metric that the user has written as a plain function."""
+
+    def __init__(self, function: MetricFunction) -> None:
+        self.function = function
+        self.name = getattr(function, "__name__", type(function).__name__)
+
+    def compute(self, model: Any, batch: Batch) -> MetricSums:
+        return self.function(model, batch)
+
+
+class Schedule(Part):
+    """The learning rate over a run. It has no state: it depends on the step alone."""
+
+    def share(self, step: int, max_steps: int) -> float:
+        """Return the learning rate of a step as a share of the peak rate, at least 0.
+
+        Args:
+            step: steps made before this one, from 0 to ``max_steps - 1``.
+            max_steps: steps of the run.
+        """
+        raise NotImplementedError

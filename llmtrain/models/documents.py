@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.interfaces.answer_codes import pair_of
+from llmtrain.interfaces.batches import pair_of
 from llmtrain.models import attention_cpu, attention_gpu
 from llmtrain.models.attention_cpu import Block
 from llmtrain.models.trainable import put_in_front
@@ -54,7 +54,7 @@ class Documents:
             position_ids: [B, T] on the host. A document begins if they do not count up by one.
             on_gpu: prepare what a GPU takes, in shapes that recur.
             answers: [B, T], the code of the answer that each token of preference data belongs to;
-                see :mod:`llmtrain.interfaces.answer_codes`. The second answer of a pair continues
+                see :mod:`llmtrain.interfaces.batches`. The second answer of a pair continues
                 the prompt of the first, at its own positions.
         """
         # numpy stays on the calling thread. torch would start threads, which compete with training.

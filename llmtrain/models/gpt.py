@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from llmtrain.interfaces.batches import Batch
-from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.interfaces.model import ModelBundle
 from llmtrain.json_types import JsonObject
 from llmtrain.models.attention import causal_attention
 from llmtrain.models.config import GPTConfig

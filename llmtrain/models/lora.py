@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import write_json
-from llmtrain.interfaces.model_bundle import Weights
+from llmtrain.interfaces.model import Weights
 from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import ADAPTER_WEIGHTS
 from llmtrain.models.dtypes import cast_weights

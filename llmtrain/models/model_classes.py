@@ -15,7 +15,7 @@ import torch
 
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.files import read_object
-from llmtrain.interfaces.packing_support import PackingSupport
+from llmtrain.interfaces.model import PackingSupport
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.configuration import is_model_type
 from llmtrain.models.hub_models import (

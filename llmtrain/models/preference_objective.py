@@ -1,7 +1,7 @@
 """The objective of a run that compares answers: the mean loss per preference pair.
 
 The column ``answers`` [B, T] of a micro-batch has the code of the answer that each token belongs
-to; see :mod:`llmtrain.interfaces.answer_codes`. A row that is not packed has one pair, and each
+to; see :mod:`llmtrain.interfaces.batches`. A row that is not packed has one pair, and each
 answer has half of the row. The model then gets these halves as rows of their own. Below, the model
 gets R rows of T' tokens.
 """
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from llmtrain.device_numbers import widest_dtype
 from llmtrain.errors import UserError
-from llmtrain.interfaces.answer_codes import PADDING, answer_of, is_undesirable
-from llmtrain.interfaces.batches import IGNORED, Batch
+from llmtrain.interfaces.batches import IGNORED, PADDING_CODE, Batch, answer_of, is_undesirable
 from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
 from llmtrain.models.causal_lm import CausalLM, own_arguments
 from llmtrain.models.documents import Documents
@@ -265,7 +264,7 @@ class PreferenceObjective(Objective):
         labels = batch["labels"]
         # A memory plan has no answers: every token belongs to the first one.
         codes = batch["answers"] if "answers" in batch else torch.zeros_like(labels)
-        codes = codes.masked_fill(labels == IGNORED, PADDING)
+        codes = codes.masked_fill(labels == IGNORED, PADDING_CODE)
 
         first_numbers = self.answers_per_row * torch.arange(len(labels), device=labels.device)
         numbers = first_numbers[:, None] + answer_of(codes).clamp(min=0)

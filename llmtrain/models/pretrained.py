@@ -17,7 +17,7 @@ from torch import nn
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
-from llmtrain.interfaces.model_bundle import ModelBundle, Weights
+from llmtrain.interfaces.model import ModelBundle, Weights
 from llmtrain.interfaces.objective import Objective
 from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import as_token_ids, vocabulary_of

@@ -23,7 +23,7 @@ from llmtrain.models.causal_lm import (
 from llmtrain.models.documents import Documents
 from llmtrain.models.experts import is_mixture_of_experts
 from llmtrain.models.text_tower import outermost_modules
-from llmtrain.parallel.blocks import reshard
+from llmtrain.parallel.shards import reshard
 
 # How many positions at each end of a document are compared. The logits of all positions of a long
 # row would fill the memory.

@@ -34,9 +34,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from llmtrain.errors import UserError, as_user_error, first_line
-from llmtrain.interfaces.model_bundle import Weights
+from llmtrain.interfaces.model import Weights, block_classes
 from llmtrain.model_folders import weight_files
-from llmtrain.parallel.blocks import block_classes
 from llmtrain.seeds import seed_of
 
 if TYPE_CHECKING:

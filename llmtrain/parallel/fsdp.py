@@ -24,10 +24,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from llmtrain.errors import UserError
-from llmtrain.parallel.blocks import HasEmbeddings, blocks_of, reshard
+from llmtrain.interfaces.model import HasEmbeddings, blocks_of
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.ranks import Sharding
-from llmtrain.parallel.shards import local_shard
+from llmtrain.parallel.shards import local_shard, reshard
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
-from llmtrain.interfaces.model_bundle import ModelBundle, Weights
+from llmtrain.interfaces.model import ModelBundle, Weights
 from llmtrain.interfaces.objective import Objective
 from llmtrain.parallel.bitwise import BitwiseEngine
 from llmtrain.parallel.config import ParallelConfig

@@ -11,10 +11,12 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from llmtrain.interfaces.model_bundle import Weights
+from llmtrain.interfaces.model import Weights
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,3 +192,13 @@ def transfer(operations: list[dist.P2POp]) -> None:
         return
     for request in dist.batch_isend_irecv(operations):
         request.wait()
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the weights that FSDP2 has gathered.
+
+    A forward pass without a backward pass can leave gathered weights behind.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

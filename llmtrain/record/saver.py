@@ -25,7 +25,7 @@ from llmtrain.files import (
     write_hashed,
     write_json,
 )
-from llmtrain.interfaces.model_bundle import ModelFormat, TensorConverter
+from llmtrain.interfaces.model import ModelFormat, TensorConverter
 from llmtrain.json_types import JsonObject
 from llmtrain.parallel.ranks import THIS_RANK, Team
 from llmtrain.parallel.shards import meta_like

@@ -20,12 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from llmtrain.interfaces.model_bundle import RecomputesBlocks
+from llmtrain.interfaces.model import RecomputesBlocks, block_classes
 from llmtrain.interfaces.objective import Objective
 from llmtrain.json_types import JsonObject
 from llmtrain.models import attention_cpu, loss
 from llmtrain.models.gpt import GPT, LayerNorm
-from llmtrain.parallel.blocks import block_classes
 
 # A deeper model is computed with this many blocks. Each further block keeps as much as these.
 _MAX_BLOCKS = 4

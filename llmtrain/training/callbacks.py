@@ -11,7 +11,7 @@ from llmtrain.data.loader import count_shapes
 from llmtrain.errors import UserError, is_out_of_memory
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
-from llmtrain.interfaces.model_bundle import can_recompute
+from llmtrain.interfaces.model import can_recompute
 from llmtrain.observe.heartbeat import Heartbeat
 from llmtrain.observe.progress import ProgressBar
 from llmtrain.observe.rising_loss import RisingLoss

@@ -12,7 +12,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from llmtrain.errors import UserError, first_line
 from llmtrain.interfaces.batches import Batch
-from llmtrain.parallel.blocks import blocks_of
+from llmtrain.interfaces.model import blocks_of
 from llmtrain.parallel.engine import Engine
 
 # On a GPU, compiling takes 10 seconds or more, and saves a tenth of a step or more. A step of 50 ms

@@ -9,8 +9,7 @@ import torch
 
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch, LocalBatch
-from llmtrain.interfaces.metric import Metric
-from llmtrain.interfaces.part import name_of
+from llmtrain.interfaces.part import Metric, name_of
 from llmtrain.models.generation import Sampling, continuation_text, sample_token
 from llmtrain.parallel.engine import Engine, check_denominator, check_metrics
 

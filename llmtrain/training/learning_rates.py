@@ -11,8 +11,7 @@ import torch
 
 from llmtrain.errors import UserError, short_repr
 from llmtrain.files import digest
-from llmtrain.interfaces.part import accepts, name_of
-from llmtrain.interfaces.schedule import Schedule, ScheduleFunction
+from llmtrain.interfaces.part import Schedule, ScheduleFunction, accepts, name_of
 from llmtrain.json_types import JsonObject
 from llmtrain.training.settings import OptimConfig
 

@@ -16,9 +16,8 @@ from llmtrain.console import check_interrupt, say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
 from llmtrain.interfaces.callback import Callback
-from llmtrain.interfaces.metric import Metric, MetricFunction
-from llmtrain.interfaces.model_bundle import ModelBundle
-from llmtrain.interfaces.schedule import Schedule, ScheduleFunction
+from llmtrain.interfaces.model import ModelBundle
+from llmtrain.interfaces.part import Metric, MetricFunction, Schedule, ScheduleFunction
 from llmtrain.json_types import JsonObject
 from llmtrain.launching.process import check_first_run, leave_group, seconds_since_start
 from llmtrain.parallel.placement import parameter_counts

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, short_repr
-from llmtrain.interfaces.model_bundle import Weights
+from llmtrain.interfaces.model import Weights
 from llmtrain.interfaces.part import json_entries
 from llmtrain.json_types import Json, JsonObject
 from llmtrain.parallel.shards import distribute, filled_like, sharded_dim

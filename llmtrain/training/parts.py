@@ -10,9 +10,17 @@ from torch import nn
 from llmtrain.console import note, pluralize
 from llmtrain.errors import UserError, short_repr
 from llmtrain.interfaces.callback import Callback
-from llmtrain.interfaces.metric import FunctionMetric, Metric, MetricFunction
 from llmtrain.interfaces.objective import Objective
-from llmtrain.interfaces.part import Part, accepts, json_entries, name_of, settings_of
+from llmtrain.interfaces.part import (
+    FunctionMetric,
+    Metric,
+    MetricFunction,
+    Part,
+    accepts,
+    json_entries,
+    name_of,
+    settings_of,
+)
 from llmtrain.json_types import JsonObject
 
 # Names of parts are folders of a checkpoint.

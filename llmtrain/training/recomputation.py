@@ -10,7 +10,7 @@ import torch
 from llmtrain.config.flags import value_of
 from llmtrain.devices import RESERVED_MEMORY
 from llmtrain.errors import first_line
-from llmtrain.interfaces.model_bundle import (
+from llmtrain.interfaces.model import (
     ModelBundle,
     Recomputation,
     RecomputesBlocks,

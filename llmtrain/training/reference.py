@@ -24,10 +24,10 @@ from llmtrain.data.packing import TokenRows
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, digest, read_sealed, write_sealed
-from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.interfaces.model import ModelBundle
 from llmtrain.interfaces.part import is_own, settings_of
-from llmtrain.parallel.blocks import reshard
 from llmtrain.parallel.ranks import Ranks
+from llmtrain.parallel.shards import reshard
 from llmtrain.seeds import RANDOM_VERSION
 
 _ROWS_PER_PASS = 4

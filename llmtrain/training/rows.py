@@ -15,7 +15,7 @@ from llmtrain.data.request import DataRequest
 from llmtrain.data.sources import PythonRecords, records_source
 from llmtrain.data.tokenized import Tokenized, short_names
 from llmtrain.errors import UserError
-from llmtrain.interfaces.packing_support import PackingSupport
+from llmtrain.interfaces.model import PackingSupport
 
 if TYPE_CHECKING:
     from llmtrain.models.config import ModelConfig

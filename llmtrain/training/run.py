@@ -15,7 +15,7 @@ from llmtrain.console import say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.files import read_object
 from llmtrain.interfaces.callback import StepResult
-from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.interfaces.model import ModelBundle
 from llmtrain.json_types import JsonObject
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.record.folder import RunFolder

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import digest
-from llmtrain.interfaces.model_bundle import ModelFormat
+from llmtrain.interfaces.model import ModelFormat
 from llmtrain.interfaces.part import Part
 from llmtrain.json_types import JsonObject
 from llmtrain.parallel.engine import Engine

@@ -13,10 +13,9 @@ from llmtrain.data.loader import eval_loader, train_loader
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, first_line, short_repr
 from llmtrain.interfaces.callback import Callback
-from llmtrain.interfaces.metric import Metric, MetricFunction
-from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.interfaces.model import ModelBundle
 from llmtrain.interfaces.objective import Objective
-from llmtrain.interfaces.schedule import Schedule, ScheduleFunction
+from llmtrain.interfaces.part import Metric, MetricFunction, Schedule, ScheduleFunction
 from llmtrain.launching.accelerator import start_accelerator, start_planned_accelerator
 from llmtrain.models.dtypes import cast_weights
 from llmtrain.models.export import MODULE_CLASS, ModuleFiles

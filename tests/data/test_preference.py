@@ -18,14 +18,14 @@ from llmtrain.data.packing import TokenRows
 from llmtrain.data.readers import Fields
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
-from llmtrain.interfaces.answer_codes import (
+from llmtrain.interfaces.batches import (
+    IGNORED,
     answer_code,
     answer_of,
     is_second,
     is_undesirable,
     pair_of,
 )
-from llmtrain.interfaces.batches import IGNORED
 from tests.data.chat_records import CHATML_END, audit_of, chat_record, tokenize_rows
 from tests.data.odd_templates import (
     MARKS_ANSWERS_AND_ENDS,

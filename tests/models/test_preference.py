@@ -26,8 +26,7 @@ from llmtrain.data.loader import LocalBatches
 from llmtrain.data.order import Slot
 from llmtrain.data.packing import TokenRows
 from llmtrain.errors import UserError
-from llmtrain.interfaces.answer_codes import answer_of, pair_of
-from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.batches import Batch, answer_of, pair_of
 from llmtrain.models import attention_cpu
 from llmtrain.models.adapters import write_merged
 from llmtrain.models.attention import ATTENTION_NAME

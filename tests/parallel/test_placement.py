@@ -8,10 +8,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.errors import UserError
-from llmtrain.interfaces.model_bundle import ModelBundle, ModelFormat
+from llmtrain.interfaces.model import ModelBundle, ModelFormat, block_classes, blocks_of
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
-from llmtrain.parallel.blocks import block_classes, blocks_of
 from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.ranks import Sharding, TrainingAccelerator
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from llmtrain.files import digest
-from llmtrain.interfaces.model_bundle import TensorConverter
+from llmtrain.interfaces.model import TensorConverter
 from llmtrain.json_types import Json
 from llmtrain.record.checkpoint import path_of, state_hashes
 from llmtrain.record.saver import Saver

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import llmtrain as lt
 from llmtrain.data.loader import eval_loader
 from llmtrain.interfaces.batches import IGNORED, Batch
-from llmtrain.interfaces.metric import FunctionMetric, Metric
+from llmtrain.interfaces.part import FunctionMetric, Metric
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.bitwise import BitwiseEngine

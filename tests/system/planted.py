@@ -20,8 +20,7 @@ import preference
 from llmtrain import launch
 from llmtrain.data.loader import LocalBatches
 from llmtrain.data.order import Slot
-from llmtrain.interfaces.answer_codes import is_second
-from llmtrain.interfaces.batches import Batch, LocalBatch
+from llmtrain.interfaces.batches import Batch, LocalBatch, is_second
 from llmtrain.interfaces.objective import LossSums, StepTotals
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine

@@ -30,11 +30,10 @@ from llmtrain import (
 )
 from llmtrain.data import tokenizer as tok
 from llmtrain.interfaces.batches import IGNORED, Batch
-from llmtrain.interfaces.model_bundle import ModelFormat
+from llmtrain.interfaces.model import HasEmbeddings, ModelFormat
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.models.lfm2 import build_gpt
 from llmtrain.observe.replicas import check_replicas
-from llmtrain.parallel.blocks import HasEmbeddings
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import parameter_groups

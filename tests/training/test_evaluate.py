@@ -17,8 +17,8 @@ from llmtrain.data.prompts import Prompts
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch, LocalBatch
-from llmtrain.interfaces.metric import FunctionMetric
 from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
+from llmtrain.interfaces.part import FunctionMetric
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.generation import Sampling
 from llmtrain.models.gpt import GPT

@@ -19,7 +19,7 @@ import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
-from llmtrain.interfaces.model_bundle import ModelBundle, Recomputation
+from llmtrain.interfaces.model import ModelBundle, Recomputation
 from llmtrain.observe.stragglers import Stragglers
 from llmtrain.record.history import as_numbers, read_lines
 from llmtrain.training import periodic

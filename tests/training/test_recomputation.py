@@ -14,7 +14,7 @@ from accelerate import Accelerator
 import llmtrain as lt
 from llmtrain.devices import RESERVED_MEMORY
 from llmtrain.interfaces.batches import Batch
-from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.interfaces.model import ModelBundle
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.ranks import ranks_of
 from llmtrain.training import recomputation

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
-from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.interfaces.model import ModelBundle
 from llmtrain.models.adapters import merged_model
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.preference import PreferenceConfig

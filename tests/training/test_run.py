@@ -20,7 +20,7 @@ from llmtrain.cli import main
 from llmtrain.data.config import DataConfig
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
-from llmtrain.interfaces.model_bundle import ModelBundle
+from llmtrain.interfaces.model import ModelBundle
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.record import resume
 from llmtrain.record.history import History

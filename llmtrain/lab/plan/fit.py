@@ -15,7 +15,7 @@ from typing import NamedTuple
 from llmtrain.config.flags import configs_of, value_of
 from llmtrain.devices import RESERVED_MEMORY
 from llmtrain.errors import UserError
-from llmtrain.interfaces.model_bundle import can_recompute
+from llmtrain.interfaces.model import can_recompute
 from llmtrain.lab.plan.hardware import PlanRequest
 from llmtrain.lab.plan.layouts import Plan, plan_without_layouts, shardings
 from llmtrain.lab.plan.speed import estimate_compute, step_time
