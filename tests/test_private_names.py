@@ -45,7 +45,6 @@ NAMES = [
     # Heartbeats go through the launcher's store, which has no public name.
     "torch.distributed.distributed_c10d._get_default_store",
     # A heartbeat tells which collective a rank has not begun.
-    "torch.distributed.ProcessGroup._get_sequence_number_for_group",
     # The type of FSDP2's units.
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     # The reductions of each unit are counted.
