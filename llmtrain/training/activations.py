@@ -351,16 +351,19 @@ def _as_on_device(on_gpu: bool) -> Iterator[None]:
         on_gpu: compute as a GPU does. A CPU's attention keeps probabilities, for rows up to some
             length, and its loss computes fewer logits at a time.
     """
-    patched_functions = (
-        ("transformers.masking_utils", "find_packed_sequence_indices", None),
-        # The grouped product of torch has no shape inference for float32.
-        ("transformers.integrations.moe", "_can_use_grouped_mm", False),
-    )
+    masks = sys.modules.get("transformers.masking_utils")
+    experts = sys.modules.get("transformers.integrations.moe")
+
     with contextlib.ExitStack() as patches:
-        for module_name, function, result in patched_functions:
-            module = sys.modules.get(module_name)
-            if hasattr(module, function):
-                patches.enter_context(mock.patch.object(module, function, return_value=result))
+        if hasattr(masks, "find_packed_sequence_indices"):
+            patches.enter_context(
+                mock.patch.object(masks, "find_packed_sequence_indices", return_value=None)
+            )
+        # The grouped product of torch has no shape inference for float32.
+        if hasattr(experts, "_can_use_grouped_mm"):
+            patches.enter_context(
+                mock.patch.object(experts, "_can_use_grouped_mm", return_value=False)
+            )
         if on_gpu:
             patches.enter_context(mock.patch.object(attention_cpu, "MAX_LENGTH", 0))
             for limits in (loss.CHUNK_LOGITS, loss.TILE_LOGITS):

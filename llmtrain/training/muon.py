@@ -17,8 +17,8 @@ from torch import nn
 
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import full_tensor, local_shard, shard_like
+from llmtrain.training.adamw import assign, needs_compensation, update_weights
 from llmtrain.training.device_skip import found_inf_of
-from llmtrain.training.low_precision import assign, needs_compensation, update_weights
 
 # The coefficients of Jordan et al.: steepest at zero, and near one for values that have grown.
 _QUINTIC = (3.4445, -4.7750, 2.0315)

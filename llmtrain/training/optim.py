@@ -14,9 +14,13 @@ from llmtrain.json_types import JsonObject
 from llmtrain.models.gpt import Projection
 from llmtrain.parallel.ranks import TrainingAccelerator, ranks_of
 from llmtrain.shipped import shipped_config
-from llmtrain.training.adamw import CompactAdamW, EightBitAdamW
+from llmtrain.training.adamw import (
+    BLOCK_SIZE,
+    CompactAdamW,
+    EightBitAdamW,
+    needs_compensation,
+)
 from llmtrain.training.device_skip import can_skip_on_device, found_inf_of, skipped_on_device
-from llmtrain.training.low_precision import BLOCK_SIZE, needs_compensation
 from llmtrain.training.muon import Muon
 from llmtrain.training.settings import OptimConfig
 

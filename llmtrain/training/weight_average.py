@@ -13,7 +13,7 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.parallel.shards import local_shard
-from llmtrain.training.low_precision import assign
+from llmtrain.training.adamw import assign
 
 # A name that is not that of a folder or a file of the run.
 _FOLDER = re.compile(

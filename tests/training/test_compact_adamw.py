@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from llmtrain.training import adamw
-from llmtrain.training.adamw import CompactAdamW, EightBitAdamW
-from llmtrain.training.low_precision import (
+from llmtrain.training.adamw import (
+    CompactAdamW,
+    EightBitAdamW,
     blocks_per_row,
     is_eight_bit,
     positive_codebook,
