@@ -40,7 +40,7 @@ class FaultyLoss(lt.Objective):
 
     def loss(self, model: nn.Module, batch: Batch, extra: Batch) -> LossSums:
         sums = super().loss(model, batch, extra)
-        if FAULT == "slow steps" and self.step > 1:
+        if FAULT == "slow steps" and self.step > 2:
             time.sleep(60)
         if FAULT == "out of memory" and self.step > 0 and IS_FAULTY_RANK:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

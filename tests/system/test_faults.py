@@ -210,16 +210,6 @@ def test_a_killed_rank_is_restarted_by_the_launcher_and_the_run_records_it(
     assert sorted(series(folder, "train/loss")) == list(range(1, 41))
 
 
-def test_a_failure_on_one_rank_leaves_the_log_entry_of_the_step_before(
-    tiny: list[str], folder: Path
-) -> None:
-    """The numbers of that step are read in the step that fails."""
-    ended = run_forked([*torchrun(2), FAULTY, *tiny], {"FAULT": "raises"})
-
-    assert ended.status != 0
-    assert max(series(folder, "train/loss")) == 5
-
-
 # --- signals and the end of a job
 
 
