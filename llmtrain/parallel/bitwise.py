@@ -22,7 +22,7 @@ from torch import nn
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.objective import LossSums, StepTotals
 from llmtrain.parallel.ddp import ReplicatedEngine
-from llmtrain.parallel.engine import add_metrics
+from llmtrain.parallel.engine import add_sums
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import transfer
 
@@ -134,7 +134,7 @@ class BitwiseEngine(ReplicatedEngine):
         with self.no_sync():
             sums = self.loss(batch, extra)
             self.accelerator.backward(sums.loss / self._divisor(totals).to(sums.loss.dtype))
-        add_metrics(metric_sums, sums.metrics)
+        add_sums(metric_sums, sums.metrics)
 
         flat = []
         for parameter in self.parameters:

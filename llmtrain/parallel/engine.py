@@ -110,7 +110,7 @@ class Engine:
             UserError: if the objective returns something else than a tensor without dimensions.
         """
         denominator = self.objective.denominator(batch)
-        if not _is_scalar(denominator):
+        if not is_scalar(denominator):
             raise UserError(
                 f"{name_of(self.objective)}.denominator returned {short_repr(denominator)}; return "
                 "a tensor without dimensions, on the device of the batch."
@@ -216,7 +216,7 @@ class Engine:
                 divisor = self._divisor(totals).to(sums.loss.dtype)
                 self.accelerator.backward(sums.loss * scale / divisor)
             loss_sum += sums.loss.detach()
-            add_metrics(metric_sums, sums.metrics)
+            add_sums(metric_sums, sums.metrics)
         return LossSums(loss_sum, metric_sums)
 
     def _divisor(self, totals: StepTotals) -> Tensor:
@@ -306,7 +306,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def add_metrics(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
+def add_sums(totals: dict[str, Tensor], sums: Mapping[str, Tensor]) -> None:
     """Add the sums of a micro-batch to the totals, in place and without their graphs."""
     for name, value in sums.items():
         detached = value.detach()
@@ -329,7 +329,7 @@ def _check_sums(objective: Objective, sums: object) -> None:
             f"{name_of(objective)}.loss returned {short_repr(sums)}; return "
             "llmtrain.LossSums(loss=...), with the loss summed over the micro-batch."
         )
-    if not _is_scalar(sums.loss):
+    if not is_scalar(sums.loss):
         raise UserError(
             f"{name_of(objective)}.loss returned {short_repr(sums.loss)} as its loss; return a "
             "tensor without dimensions, summed over the micro-batch."
@@ -337,7 +337,7 @@ def _check_sums(objective: Objective, sums: object) -> None:
     check_metrics(
         f"{name_of(objective)}.loss",
         sums.metrics,
-        is_value=_is_scalar,
+        is_value=is_scalar,
         wanted="a tensor without dimensions, summed over the micro-batch",
     )
 
@@ -368,6 +368,6 @@ def check_metrics(
             raise UserError(f"{source} returned {short_repr(value)} as {name}; return {wanted}.")
 
 
-def _is_scalar(value: object) -> bool:
+def is_scalar(value: object) -> bool:
     """Return whether this is a tensor without dimensions."""
     return isinstance(value, Tensor) and value.dim() == 0

@@ -16,7 +16,7 @@ from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import ShardedEngine, parameter_groups, shard
-from llmtrain.parallel.ranks import Ranks, Sharding
+from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import fill, local_shard
 
 _MIB = 2**20
@@ -51,7 +51,9 @@ def move_to_devices(ranks: Ranks, bundle: ModelBundle) -> ModelBundle:
             f"{without_values[0]}; pass their names and values to ModelBundle as weights, or build "
             "the model on the CPU."
         )
-    _say_size(model, class_name)
+    total, trained = parameter_counts(model)
+    share = "" if trained == total else f", {trained:,} of them trained ({trained / total:.2%})"
+    say("model", f"{class_name}: {total:,} parameters{share}")
 
     if ranks.is_sharded:
         place_sharded(ranks, model, bundle.weights or ())
@@ -94,7 +96,15 @@ def place_sharded(ranks: Ranks, model: nn.Module, weights: Weights) -> None:
 
     fill(empty, weights)
     _give_addresses(model)
-    _say_sharding(ranks.sharding, model)
+
+    replicas = f"{ranks.sharding.replicas} x " if ranks.sharding.replicas > 1 else ""
+    units = len(parameter_groups(model))
+    local, full = parameter_bytes(model)
+    say(
+        "sharded",
+        f"FSDP2 over {replicas}{ranks.sharding.shards} processes in {units} units; "
+        f"this process holds {local / _MIB:.2f} of {full / _MIB:.2f} MiB of weights",
+    )
 
 
 def _give_addresses(model: nn.Module) -> None:
@@ -142,25 +152,6 @@ def parameter_counts(model: nn.Module) -> tuple[int, int]:
         if parameter.requires_grad:
             trained += count
     return total, trained
-
-
-def _say_size(model: nn.Module, class_name: str) -> None:
-    """Print the number of parameters of a model, and how many of them are trained."""
-    total, trained = parameter_counts(model)
-    share = "" if trained == total else f", {trained:,} of them trained ({trained / total:.2%})"
-    say("model", f"{class_name}: {total:,} parameters{share}")
-
-
-def _say_sharding(sharding: Sharding, model: nn.Module) -> None:
-    """Print how a model is sharded, and how much of it this process holds."""
-    replicas = f"{sharding.replicas} x " if sharding.replicas > 1 else ""
-    units = len(parameter_groups(model))
-    local, full = parameter_bytes(model)
-    say(
-        "sharded",
-        f"FSDP2 over {replicas}{sharding.shards} processes in {units} units; "
-        f"this process holds {local / _MIB:.2f} of {full / _MIB:.2f} MiB of weights",
-    )
 
 
 def engine_for(

@@ -11,7 +11,7 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.part import Metric, name_of
 from llmtrain.models.generation import Sampling, continuation_text, sample_token
-from llmtrain.parallel.engine import Engine, check_denominator, check_metrics
+from llmtrain.parallel.engine import Engine, check_denominator, check_metrics, is_scalar
 
 # A value that is summed over the micro-batches: its kind and its name. "sum" and "count" are the
 # two parts of a ratio, and "own" is a further metric of the objective.
@@ -190,7 +190,7 @@ def _ratios_of_user(
         check_metrics(
             f"the metric {name_of(metric)}",
             sums,
-            is_value=lambda value: all(map(_is_scalar, _as_ratio(value))),
+            is_value=lambda value: all(map(_is_number, _as_ratio(value))),
             wanted="a sum, or a pair of a sum and its denominator, each of them a number or a "
             "tensor without dimensions",
         )
@@ -205,8 +205,8 @@ def _as_ratio(value: Any) -> tuple[Any, Any]:
     return value, 0
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) or is_scalar(value)
 
 
 def as_numbers_by_name(source: str, metrics: Mapping[str, float]) -> dict[str, float]:

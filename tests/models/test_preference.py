@@ -32,7 +32,7 @@ from llmtrain.models.adapters import write_merged
 from llmtrain.models.attention import ATTENTION_NAME
 from llmtrain.models.generation import TextModel
 from llmtrain.models.preference import orpo
-from llmtrain.parallel.engine import add_metrics
+from llmtrain.parallel.engine import add_sums
 from recipes import preference
 from tests.engines import engine_of
 from tests.families import OVERRIDES
@@ -494,7 +494,7 @@ def test_metrics_are_means_by_the_names_of_trl(load, tmp_path: Path, accelerator
 
     totals: dict[str, Tensor] = {}
     for batch in batches:
-        add_metrics(totals, engine.loss(batch).metrics)
+        add_sums(totals, engine.loss(batch).metrics)
     sums = {name: float(total) for name, total in totals.items()}
     metrics = bundle.objective.metrics(sums, extra={})
 
