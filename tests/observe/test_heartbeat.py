@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from llmtrain.files import json_text
 from llmtrain.observe import heartbeat as heartbeat_module
 from llmtrain.observe.heartbeat import Beat, Heartbeat, describe_missing
 from llmtrain.phases import Phases
@@ -107,6 +109,17 @@ def test_the_thread_that_sends_beats_ends_with_the_run(tmp_path: Path) -> None:
 
     thread.join(timeout=10)
     assert not thread.is_alive()
+
+
+def test_a_rank_is_silent_until_its_next_beat(tmp_path: Path) -> None:
+    heartbeat = HeartbeatOfTwo(tmp_path)
+    heartbeat._connect()
+    start = time.monotonic()
+    for number, silent_ranks in ((5, []), (5, [1]), (6, [])):
+        heartbeat.store.set("llmtrain/beat/1", json_text(beat(number, "data")))
+        heartbeat._look()
+        assert heartbeat._silent_ranks(since=start) == silent_ranks
+        start = time.monotonic()
 
 
 def test_a_process_that_is_stopped_may_continue_and_another_silent_one_may_not(
