@@ -13,9 +13,9 @@ from llmtrain.redaction import redacted
 
 
 def rank() -> int:
-    """Return this process's global rank, also before any process group exists.
+    """Return this process's global rank as the launcher has set it in the environment.
 
-    The launcher sets it in the environment.
+    It decides what is printed, also before any process group exists. A run asks its ranks.
     """
     return int(os.environ.get("RANK", "0"))
 
