@@ -21,7 +21,7 @@ _CLOSE_SECONDS = 60  # for all trackers to end
 _MODEL_SECONDS = 1500  # for all trackers to end, if W&B is also sent the model
 
 
-class Metrics:
+class MetricsLog:
     """Writes ``metrics.jsonl``, a line for each log entry. Every rank uses it; rank 0 writes.
 
     The trackers follow the file at their own pace, each on a separate thread. Training never waits

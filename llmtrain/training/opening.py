@@ -30,7 +30,7 @@ from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
 from llmtrain.record.trackers.tracker import TrackedRun
 from llmtrain.record.trackers.weights_and_biases import OUTPUT_FILE, copied_output, sweep_run_id
-from llmtrain.record.tracking import Metrics
+from llmtrain.record.tracking import MetricsLog
 from llmtrain.redaction import redacted
 from llmtrain.seeds import RANDOM_VERSION
 from llmtrain.training.checks import check_optimizer_flags
@@ -137,7 +137,7 @@ def open_run(
             resume_point=resume_point,
             writer=RunFolder(resume_point.folder, resume_point.start_id, ranks.is_main),
             saver=saver,
-            metrics=Metrics(ranks, resume_point.folder, settings.parallel.ddp_timeout),
+            metrics_log=MetricsLog(ranks, resume_point.folder, settings.parallel.ddp_timeout),
             # Tokenising, loading the model and the reference pass have taken part of the time.
             deadline=Deadline.of(settings.run.max_hours, seconds_since_start()),
             patience=Patience(
@@ -275,9 +275,9 @@ def _recorded(run: Run, settings: dict[str, JsonObject]) -> Iterator[None]:
         if run.ranks.is_main and "wandb" in trackers:
             contexts.enter_context(copied_output(run.folder / OUTPUT_FILE))
         contexts.enter_context(_failures_recorded(run))
-        run.metrics.start(trackers, _tracked(run, record))
-        if run.metrics.addresses:
-            run.writer.write("run.json", record | {"trackers": run.metrics.addresses})
+        run.metrics_log.start(trackers, _tracked(run, record))
+        if run.metrics_log.addresses:
+            run.writer.write("run.json", record | {"trackers": run.metrics_log.addresses})
         damaged = run.resume_point.damaged_checkpoints
         if damaged:
             last_step = int(re.findall(r"step-(\d+)", damaged[0])[0])
@@ -291,7 +291,7 @@ def _recorded(run: Run, settings: dict[str, JsonObject]) -> Iterator[None]:
         if not run.is_finished:  # which is recorded since the model was written
             run.writer.set_status(run.status.state, run.step, run.status.reason)
         model = run.folder / "model" if run.is_finished else None
-        run.metrics.close(exit_code=0, model=model)
+        run.metrics_log.close(exit_code=0, model=model)
 
 
 @contextlib.contextmanager
@@ -310,7 +310,7 @@ def _failures_recorded(run: Run) -> Iterator[None]:
             run.saver.wait()
         # Record it again, because a save in the background may have written "running".
         run.record_failure(reason)
-        run.metrics.close(exit_code=1)
+        run.metrics_log.close(exit_code=1)
         raise
 
 

@@ -240,18 +240,18 @@ class MuonWithAdamW(torch.optim.Optimizer):
     keeps_small_updates = True
 
     def __init__(self, muon: Muon, adamw: torch.optim.Optimizer) -> None:
-        self.parts = (muon, adamw)
+        self.optimizers = (muon, adamw)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         self._share_state()
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether both parts can skip a step on the device."""
-        return all(can_skip_on_device(part) for part in self.parts)
+        """Whether both can skip a step on the device."""
+        return all(can_skip_on_device(optimizer) for optimizer in self.optimizers)
 
     def _share_state(self) -> None:
-        """Let both parts work on this optimizer's groups and state."""
-        muon, adamw = self.parts
+        """Let both work on this optimizer's groups and state."""
+        muon, adamw = self.optimizers
         muon_count = len(muon.param_groups)
         muon.param_groups = self.param_groups[:muon_count]
         adamw.param_groups = self.param_groups[muon_count:]
@@ -265,6 +265,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for part in self.parts:
-            with skipped_on_device(part, found_inf_of(self)):
-                part.step()
+        for optimizer in self.optimizers:
+            with skipped_on_device(optimizer, found_inf_of(self)):
+                optimizer.step()

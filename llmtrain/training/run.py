@@ -23,7 +23,7 @@ from llmtrain.record.history import as_numbers, read_lines
 from llmtrain.record.resume import ResumePoint
 from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience
-from llmtrain.record.tracking import Metrics
+from llmtrain.record.tracking import MetricsLog
 from llmtrain.training.layout import Layout, steps_per_epoch
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.parts import Parts
@@ -151,7 +151,7 @@ class Run:
         resume_point: the folder of the run, and the checkpoint of this start, if there is one.
         writer: writes the run folder.
         saver: writes the checkpoints.
-        metrics: writes ``metrics.jsonl`` and feeds the trackers.
+        metrics_log: writes ``metrics.jsonl`` and feeds the trackers.
         deadline: when the run has to stop.
         patience: chooses the best evaluation, and decides about early stopping.
         status: how far the run is, and how it has ended.
@@ -169,7 +169,7 @@ class Run:
     resume_point: ResumePoint
     writer: RunFolder
     saver: Saver
-    metrics: Metrics
+    metrics_log: MetricsLog
     deadline: Deadline
     patience: Patience
     status: RunStatus
@@ -243,7 +243,7 @@ class Run:
             **metrics,
             "time": round(time.time(), 3),
         }
-        self.metrics.write(entry)
+        self.metrics_log.write(entry)
         if "eval/loss" in metrics:
             self.status.eval_step = self.step
             self.status.eval_loss = metrics["eval/loss"]
@@ -253,7 +253,7 @@ class Run:
         """Write texts by the model to ``samples.jsonl`` and to the trackers that show them."""
         for sample in samples:
             self.writer.append("samples.jsonl", {"step": self.step, **sample})
-        self.metrics.wake()
+        self.metrics_log.wake()
 
     def record_event(self, kind: str, text: str) -> None:
         """Print an event, and record it in the run folder."""

@@ -186,7 +186,7 @@ def save(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:
 def _on_commit(run: Run, step: int) -> None:
     """Record a checkpoint that was just saved, on rank 0. It may be called by another thread."""
     run.writer.set_status("running", step)
-    run.metrics.send_checkpoint(checkpoint.path_of(run.folder / "checkpoints", step))
+    run.metrics_log.send_checkpoint(checkpoint.path_of(run.folder / "checkpoints", step))
 
 
 def _state(run: Run, engine: Engine) -> JsonObject:

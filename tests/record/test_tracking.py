@@ -15,7 +15,7 @@ from llmtrain.files import copy_lines_up_to
 from llmtrain.parallel.ranks import ranks_of
 from llmtrain.record import tracking
 from llmtrain.record.trackers.tracker import TrackedRun, Tracker
-from llmtrain.record.tracking import Metrics
+from llmtrain.record.tracking import MetricsLog
 from tests.launching import read_json
 from tests.waiting import wait_until
 
@@ -59,10 +59,10 @@ class FakeTracker(Tracker):
 def start(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A function that opens the metrics of a run in ``tmp_path``, with the given trackers."""
 
-    def start(*trackers: FakeTracker, model_seconds: float = 1500) -> Metrics:
+    def start(*trackers: FakeTracker, model_seconds: float = 1500) -> MetricsLog:
         by_name = {tracker.name: tracker for tracker in trackers}
-        monkeypatch.setattr(Metrics, "_tracker", lambda self, name, run: by_name[name])
-        metrics = Metrics(ranks_of(accelerator), tmp_path, model_seconds)
+        monkeypatch.setattr(MetricsLog, "_tracker", lambda self, name, run: by_name[name])
+        metrics = MetricsLog(ranks_of(accelerator), tmp_path, model_seconds)
         metrics.start([*by_name], TrackedRun(tmp_path, "run", "abcd1234"))
         return metrics
 
@@ -201,12 +201,12 @@ def test_tensorboard_has_each_entry_once_after_a_kill_and_a_resume(
     monkeypatch.setenv("WANDB_PROJECT", "something")
     run = TrackedRun(tmp_path, "run", "abcd1234", config={"seed": 3})
 
-    def start_run() -> Metrics:
-        metrics = Metrics(ranks_of(accelerator), tmp_path)
+    def start_run() -> MetricsLog:
+        metrics = MetricsLog(ranks_of(accelerator), tmp_path)
         metrics.start(["tensorboard"], run)
         return metrics
 
-    def write(metrics: Metrics, steps: list[int]) -> None:
+    def write(metrics: MetricsLog, steps: list[int]) -> None:
         for step in steps:
             metrics.write({"step": step, "train/loss": step / 4})
 

@@ -15,16 +15,16 @@ from llmtrain.parallel.ranks import Ranks, ranks_of
 from llmtrain.record.history import read_lines
 from llmtrain.record.trackers import weights_and_biases
 from llmtrain.record.trackers.tracker import TrackedRun
-from llmtrain.record.tracking import Metrics
+from llmtrain.record.tracking import MetricsLog
 from tests.launching import BIN, PYTHON, long_form, run
 from tests.waiting import wait_until
 from tests.wandb_file import read_history, read_records
 from tests.wandb_server import Server, serving
 
 
-def start(accelerator: Accelerator, folder: Path, **config: Any) -> Metrics:
+def start(accelerator: Accelerator, folder: Path, **config: Any) -> MetricsLog:
     """Return metrics that report to W&B."""
-    metrics = Metrics(ranks_of(accelerator), folder)
+    metrics = MetricsLog(ranks_of(accelerator), folder)
     metrics.start(["wandb"], TrackedRun(folder, "run", "abcd1234", config=config))
     return metrics
 
@@ -216,10 +216,10 @@ os.umask(0o077)
 
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.record.trackers.tracker import TrackedRun
-from llmtrain.record.tracking import Metrics
+from llmtrain.record.tracking import MetricsLog
 
 folder = Path(sys.argv[1])
-metrics = Metrics(start_accelerator().ranks, folder)
+metrics = MetricsLog(start_accelerator().ranks, folder)
 metrics.start(
     ["wandb", "tensorboard"], TrackedRun(folder, "run", "abcd1234", config={"seed": 3})
 )

@@ -24,7 +24,7 @@ from llmtrain.interfaces.model import ModelBundle
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.record import resume
 from llmtrain.record.history import History
-from llmtrain.record.tracking import Metrics
+from llmtrain.record.tracking import MetricsLog
 from llmtrain.training import opening, run_state
 from llmtrain.training.opening import open_run
 from llmtrain.training.optim import make_optimizer
@@ -559,12 +559,12 @@ def test_trackers_get_a_description_checkpoints_and_exit_codes(
     runs: list[Any] = []
     checkpoints: list[str] = []
     exit_codes: list[int] = []
-    monkeypatch.setattr(Metrics, "start", lambda self, names, run: runs.append(run))
+    monkeypatch.setattr(MetricsLog, "start", lambda self, names, run: runs.append(run))
     monkeypatch.setattr(
-        Metrics, "send_checkpoint", lambda self, path: checkpoints.append(path.name)
+        MetricsLog, "send_checkpoint", lambda self, path: checkpoints.append(path.name)
     )
     monkeypatch.setattr(
-        Metrics, "close", lambda self, exit_code, model=None: exit_codes.append(exit_code)
+        MetricsLog, "close", lambda self, exit_code, model=None: exit_codes.append(exit_code)
     )
 
     train(steps=[10, 20], crash=True)
