@@ -180,7 +180,7 @@ def test_muon_has_the_precision_of_the_run_and_the_momentum_of_the_flag(
     config = OptimConfig(optim="muon", adam_beta1=0.7)
     model = GPT(GPTConfig(n_embd=16), 30)
 
-    muon, _ = make_optimizer(one_process(precision), model, config).parts
+    muon, _ = make_optimizer(one_process(precision), model, config).optimizers
 
     (group,) = muon.param_groups
     assert group["dtype"] == dtype
