@@ -121,7 +121,7 @@ def _list(path: Path, sort_key: str, as_json: bool) -> None:
         except UserError as error:  # another version of llmtrain has written it
             refusals.append(str(error))
 
-    histories.sort(key=History.seconds_since_write)
+    histories.sort(key=_age)
     runs = [_listed(history) for history in histories]
     # Runs without the loss, and those whose loss is NaN, come last; of equal values, the newest
     # comes first.
@@ -134,6 +134,13 @@ def _list(path: Path, sort_key: str, as_json: bool) -> None:
         print(json_text(runs, indent=1))
     elif runs:
         _print_table(runs)
+
+
+def _age(history: History) -> float:
+    """Return the seconds since a run last wrote to its folder."""
+    files = [history.folder / name for name in ("metrics.jsonl", "status.json", "run.json")]
+    newest = max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+    return max(0.0, time.time() - newest)
 
 
 def _sort_value(value: float | None) -> float:
@@ -149,7 +156,7 @@ def _listed(history: History) -> JsonObject:
         "step": history.step,
         "max_steps": history.settings.get("max_steps"),
         **losses,
-        "age": round(history.seconds_since_write(), 1),
+        "age": round(_age(history), 1),
         "lost": history.lost_steps(),
     }
 

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import platform
-import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -102,10 +101,6 @@ class History(NamedTuple):
         starts: list[JsonObject] = self.record.get("starts", [])
         return starts
 
-    def start_times(self) -> list[float | None]:
-        """Return the time of each start, in seconds since 1970."""
-        return [_seconds(start.get("time")) for start in self.starts]
-
     @property
     def extends(self) -> JsonObject:
         """The run that this one extends, as in ``run.json``; empty if it extends none.
@@ -160,7 +155,8 @@ class History(NamedTuple):
         Returns:
             A number for each log entry; ``None`` if the entry or the starts have no time.
         """
-        start_times = self.all_start_seconds()
+        times = [seconds_of(time) for time in self.all_start_times()]
+        start_times = [time for time in times if time is not None]
         if not start_times:
             return [None] * len(self.entries)
 
@@ -170,17 +166,6 @@ class History(NamedTuple):
             now = entry.get("time")
             hours.append(clock.hours_at(now) if isinstance(now, int | float) else None)
         return hours
-
-    def all_start_seconds(self) -> list[float]:
-        """Return :meth:`all_start_times` in seconds since 1970."""
-        seconds = [_seconds(time) for time in self.all_start_times()]
-        return [start for start in seconds if start is not None]
-
-    def seconds_since_write(self) -> float:
-        """Return the seconds since the run last wrote to its folder."""
-        files = [self.folder / name for name in ("metrics.jsonl", "status.json", "run.json")]
-        newest = max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
-        return max(0.0, time.time() - newest)
 
     def summary(self) -> str:
         """Describe the state of the run in one line."""
@@ -321,7 +306,7 @@ def as_numbers(entry: JsonObject) -> dict[str, float]:
     return numbers
 
 
-def _seconds(timestamp: object) -> float | None:
+def seconds_of(timestamp: object) -> float | None:
     """Return the seconds since 1970 of a time as in ``run.json``, or ``None`` for anything else."""
     try:
         return datetime.strptime(str(timestamp), "%Y-%m-%dT%H:%M:%S%z").timestamp()

@@ -30,7 +30,7 @@ from llmtrain.lab.report.charts import (
 from llmtrain.phase_names import PHASES
 from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.checkpoint import SavedCheckpoint, checkpoints, saved_checkpoints
-from llmtrain.record.history import History
+from llmtrain.record.history import History, seconds_of
 
 EXAMPLES = (
     "llmtrain report runs/gpt",
@@ -317,7 +317,8 @@ def _recorded_events(number: int, run: History) -> list[Event]:
 def _resume_events(number: int, run: History) -> list[Event]:
     """Return an event for each start of a run that resumed from a checkpoint."""
     resumes = []
-    for start, when in zip(run.starts, run.start_times(), strict=True):
+    for start in run.starts:
+        when = seconds_of(start.get("time"))
         if when is None or not start.get("step"):
             continue
 
