@@ -9,7 +9,6 @@ from torch import nn
 from llmtrain.console import note, say
 from llmtrain.errors import UserError
 from llmtrain.parallel.ranks import TrainingAccelerator
-from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.optim import is_made_by_flag, keeps_small_updates
 from llmtrain.training.run import Run
 from llmtrain.training.settings import OptimConfig
@@ -58,20 +57,6 @@ def check_model(run: Run, model: Any) -> None:
         raise UserError(
             "--sample_prompts: this model only returns a loss; give the parameter `labels` of its "
             "forward the default None, and return logits if it is None."
-        )
-
-
-def say_if_xray_is_missed(run: Run) -> None:
-    """Print a line if the first step that ``--xray_steps`` records was made before the checkpoint.
-
-    Steps are counted from 1, and ``run.step`` steps are made.
-    """
-    recorded_steps = run.settings.log.xray_range
-    if recorded_steps is not None and run.step >= recorded_steps.start:
-        say(
-            "x-ray",
-            f"none: --xray_steps begins with step {recorded_steps.start}, but this run resumes "
-            f"with step {run.step + 1}",
         )
 
 
@@ -136,13 +121,6 @@ def _values(optimizer: torch.optim.Optimizer, key: str, index: int | None = None
         return values
     sequences = [value for value in values if isinstance(value, list | tuple)]
     return [value[index] for value in sequences if index < len(value)]
-
-
-def say_rates(rates: LearningRates) -> None:
-    """Print the peak of each parameter group, unless all have the same."""
-    if len(set(rates.peaks)) > 1:
-        peaks = [f"{name}: {peak:.3g}" for name, peak in zip(rates.names, rates.peaks, strict=True)]
-        say("rates", f"peak learning rates of the parameter groups: {', '.join(peaks)}")
 
 
 def say_changed_settings(run: Run) -> None:

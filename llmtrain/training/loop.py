@@ -174,7 +174,7 @@ class Loop:
         self._settle()  # the step before
         run.status.step += 1
         run.status.launched = LaunchedStep(run.step, batch.rows, result)
-        info = self._info(vote)
+        info = self._agree_to_stop(vote)
         self._reserve_step(time.monotonic() - start)
 
         engine.phases.begin("other", run.step)
@@ -194,18 +194,24 @@ class Loop:
             callback.act(info)
         return info
 
-    def _info(self, vote: StopVote) -> StepInfo:
-        """Return how far the run is after the step that was just launched; all ranks agree on it.
+    def _agree_to_stop(self, vote: StopVote) -> StepInfo:
+        """Decide how far the run is after the step that was just launched; all ranks agree on it.
 
         Args:
             vote: of this rank. The other ranks learn of it with the numbers of the step.
         """
+        status = self.run.status
         stop = vote if self.engine.ranks.world_size == 1 else self._stop
         is_last = self.step == self.max_steps
-        if stop == "finish" and not is_last:
-            reasons = self.run.ranks.on_all(lambda: self._finish_reason)
-            self.run.status.finish_reason = next(filter(None, reasons))
-            is_last = True
+        if stop and not is_last:
+            # The reason may be that of another rank.
+            reasons = self.run.ranks.on_all(lambda: (status.stop_reason, self._finish_reason))
+            stop_reasons, finish_reasons = zip(*reasons, strict=True)
+            if stop == "finish":
+                status.finish_reason = next(filter(None, finish_reasons))
+                is_last = True
+            else:
+                status.stop_reason = next(filter(None, stop_reasons), "asked to stop")
         return StepInfo(step=self.step, is_last=is_last, should_stop=stop is not False)
 
     def _is_needed_now(self, info: StepInfo) -> bool:
@@ -268,7 +274,7 @@ class Loop:
             f"step {launched.step} was skipped: its gradient norm is {launched.result.grad_norm}; "
             f"its rows are {rows}"
         )
-        if status.skipped == self._allowed_skips:
+        if status.skipped >= self._allowed_skips:
             raise UserError(
                 f"{event}. Lower --learning_rate, or allow some skipped steps with "
                 "--skip_nonfinite. The newest checkpoint is untouched."

@@ -152,10 +152,9 @@ class Finish(LoopCallback):
         status = run.status
         wait_for_saves(run)
         if not self.loop.is_last:
-            stop_reason = status.stop_reason or "asked to stop"
             status.state = "preempted"
-            status.reason = f"{stop_reason}; step {run.step} is saved"
-            self._say_how_to_resume(stop_reason)
+            status.reason = f"{status.stop_reason}; step {run.step} is saved"
+            self._say_how_to_resume(status.stop_reason)
             return
 
         load_best(run, self.engine)

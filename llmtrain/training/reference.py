@@ -26,8 +26,9 @@ from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, digest, read_sealed, write_sealed
 from llmtrain.interfaces.model import ModelBundle
 from llmtrain.interfaces.part import is_own, settings_of
+from llmtrain.observe.replicas import checksum
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.shards import reshard
+from llmtrain.parallel.shards import local_shard, reshard
 from llmtrain.seeds import RANDOM_VERSION
 
 _ROWS_PER_PASS = 4
@@ -51,10 +52,13 @@ def with_reference(ranks: Ranks, seed: int, rows: Tokenized, bundle: ModelBundle
     objective_key: list[Any] = [type(objective).__name__, objective.reference_source]
     if not is_own(type(objective)):
         objective_key.append(settings_of(objective))
+    weights = (bundle.start or {}).get("weights")
+    if weights is None:  # a module that a recipe has made
+        weights = [int(checksum(local_shard(p.detach()))) for p in bundle.model.parameters()]
     # Everything that the numbers depend on.
     key = digest(
         {
-            "weights": (bundle.start or {}).get("weights"),
+            "weights": weights,
             "config": bundle.files.config,
             "seed": seed,
             "random": RANDOM_VERSION,
@@ -63,7 +67,7 @@ def with_reference(ranks: Ranks, seed: int, rows: Tokenized, bundle: ModelBundle
             "how": [
                 ranks.accelerator.mixed_precision,
                 ranks.device.type,
-                torch.get_num_threads(),
+                torch.get_num_threads() if ranks.device.type == "cpu" else None,
                 rows.metadata.shared,
                 sorted({str(parameter.dtype) for parameter in bundle.model.parameters()}),
             ],

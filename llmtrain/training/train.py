@@ -13,8 +13,6 @@ from llmtrain.training.checks import (
     check_steps,
     check_wrapping,
     say_changed_settings,
-    say_if_xray_is_missed,
-    say_rates,
 )
 from llmtrain.training.loop import Loop
 from llmtrain.training.optimizer_state import OptimizerState
@@ -88,8 +86,6 @@ def make_loop(
         callback.setup(loop)
     optimizer_state = OptimizerState(engine.unwrapped, optimizer.optimizer)
     restore(run, engine, optimizer_state)
-    say_if_xray_is_missed(run)
-    say_rates(run.rates)
     say_changed_settings(run)
 
     own_callbacks = loop_callbacks(loop, optimizer_state, eval_batches)

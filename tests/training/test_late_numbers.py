@@ -249,6 +249,14 @@ def test_a_crash_before_the_numbers_are_read_counts_nothing_twice(
     assert resumed_run.status.skipped == len(NAN_STEPS)
 
 
+def test_a_resumed_run_that_may_skip_fewer_steps_ends_at_the_next(train_with_nan: Train) -> None:
+    crash = CrashesAt(5)
+    with pytest.raises(CrashError):
+        train_with_nan("run", callbacks=(crash,), skip_nonfinite=5)
+    with pytest.raises(UserError, match="step 6 was skipped"):
+        train_with_nan("run", callbacks=(crash,), skip_nonfinite=0)
+
+
 class ReadsNumbers(lt.Callback):
     """Reads the numbers of a step when it ends, as it may."""
 

@@ -229,6 +229,18 @@ def test_each_reference_model_and_each_content_has_its_own_column(
     assert passes_with() == passes_with(source="a teacher") == passes_with(field=2) == 0
 
 
+def test_weights_without_a_name_are_told_apart_by_their_values(run: ReferenceRun) -> None:
+    """Those of a module that a recipe has made, with the same seed."""
+    bundle = replace(run.bundle(), start=None)
+    first = reference_of(run.add_reference(bundle).train)
+    assert np.array_equal(reference_of(run.add_reference(bundle).train), first)
+    assert run.passes == 0
+
+    with torch.no_grad():
+        next(bundle.model.parameters()).mul_(2)
+    assert not np.array_equal(reference_of(run.add_reference(bundle).train), first)
+
+
 # --- damage
 
 
