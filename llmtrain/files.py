@@ -154,11 +154,10 @@ def json_text(content: object, indent: int | None = None, **options: Any) -> str
         indent: spaces for each level; ``None`` for a single line.
         options: other arguments of ``json.dumps``.
     """
-
     try:
         return json.dumps(content, indent=indent, allow_nan=False, **options)
     except ValueError:  # some number is not finite, which is rare
-        finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
+        finite = json.loads(json.dumps(content, **options), parse_constant=lambda name: None)
         return json.dumps(finite, indent=indent, **options)
 
 
@@ -173,9 +172,14 @@ def append_json_line(path: Path, content: "JsonObject") -> None:
     Raises:
         UserError: if the line cannot be written, because the disk is full, for example.
     """
+    line = json_text(content) + "\n"
     try:
-        with path.open("a") as file:
-            file.write(json_text(content) + "\n")
+        with path.open("a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":  # a kill or a full disk has left half a line
+                    file.write(b"\n")
+            file.write(line.encode())
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; the newest checkpoint is untouched.") from None
 
@@ -247,6 +251,23 @@ def read_sealed(path: Path) -> "JsonObject":
     return content if content.pop("sha256", None) == digest(content) else {}
 
 
+def json_lines(path: Path) -> "list[JsonObject]":
+    """Return the objects of a JSON-lines file that have a ``step``.
+
+    Lines that cannot be parsed are left out: a crash may have left half a line, and a damaged disk
+    bytes that are no text.
+    """
+    contents = []
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            contents.append(json.loads(line))
+    return [
+        content
+        for content in contents
+        if isinstance(content, dict) and isinstance(content.get("step"), int)
+    ]
+
+
 def copy_lines_up_to(source: Path, target: Path, step: int) -> None:
     """Replace a JSON-lines file by the lines of another one that belong to steps up to ``step``.
 
@@ -257,20 +278,8 @@ def copy_lines_up_to(source: Path, target: Path, step: int) -> None:
     """
     if not source.exists():
         return
-    # A damaged disk may have changed bytes, so that they are no text.
-    lines = source.read_text(errors="replace").splitlines()
-    _replace(target, "".join(f"{line}\n" for line in lines if _has_step_up_to(line, step)))
-
-
-def _has_step_up_to(line: str, last_step: int) -> bool:
-    """Return whether a line is a JSON object whose ``step`` is not above ``last_step``.
-
-    A crash may have left half a line.
-    """
-    try:
-        return bool(json.loads(line)["step"] <= last_step)
-    except (ValueError, KeyError, TypeError):
-        return False
+    lines = [json_text(line) + "\n" for line in json_lines(source) if line["step"] <= step]
+    _replace(target, "".join(lines))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import json
 import math
 import os
 import platform
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError
-from llmtrain.files import names_in, read_object
+from llmtrain.files import json_lines, names_in, read_object
 from llmtrain.record.run_record import read_versioned
 
 if TYPE_CHECKING:
@@ -271,20 +270,10 @@ def is_free(folder: Path) -> bool:
 
 
 def read_lines(path: Path) -> list[JsonObject]:
-    """Return the objects of a JSON-lines file that have a ``step``.
-
-    Lines that cannot be parsed are left out: a crash may have left half a line.
-    """
-    contents = []
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                contents.append(json.loads(line))
-    return [
-        content
-        for content in contents
-        if isinstance(content, dict) and isinstance(content.get("step"), int)
-    ]
+    """Return what :func:`llmtrain.files.json_lines` does; nothing if the file cannot be read."""
+    with contextlib.suppress(OSError):
+        return json_lines(path)
+    return []
 
 
 def as_numbers(entry: JsonObject) -> dict[str, float]:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from llmtrain import files
 from llmtrain.record.checkpoint import checkpoints, find_fault, newest_valid, read_state
+from llmtrain.record.history import read_lines
 from llmtrain.record.saver import Saver
 from tests.launching import ROOT, bound
 from tests.record.checkpoint_files import Files, save_step
@@ -176,7 +177,7 @@ def test_no_checkpoint_is_lost_if_the_process_ends_at_any_operation(
     )
 
 
-def test_damaged_lines_of_a_log_are_dropped_with_those_after_the_step(tmp_path: Path) -> None:
+def test_only_damaged_lines_of_a_log_are_dropped_with_those_after_the_step(tmp_path: Path) -> None:
     log = tmp_path / "metrics.jsonl"
     not_objects = b"7\n[1]\n"
     without_step = b'{"step": null}\n{"loss": 2}\n'
@@ -190,6 +191,8 @@ def test_damaged_lines_of_a_log_are_dropped_with_those_after_the_step(tmp_path: 
         + b'{"step": 2}\n{"step": 3}\n'
         + half_a_line
     )
+    files.append_json_line(log, {"step": 4})
+    assert [entry["step"] for entry in read_lines(log)] == [1, 2, 3, 4]
 
     files.copy_lines_up_to(log, log, step=2)
 

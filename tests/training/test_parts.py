@@ -56,6 +56,7 @@ class Base:
 @dataclasses.dataclass
 class Section:
     size: int = 2
+    limit: float = math.inf
 
 
 class Described(Base, Part):
@@ -76,7 +77,7 @@ def test_the_settings_are_the_class_and_all_public_fields_that_are_json() -> Non
         "width": 3,
         "rate": 0.5,
         "shape": [1, [2]],
-        "section": {"size": 2},
+        "section": {"size": 2, "limit": None},
         "limits": {"low": None, "3": None},
     }
 
