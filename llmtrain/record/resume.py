@@ -1,6 +1,7 @@
 """Choose the folder that a run lives in, and the checkpoint that it resumes from."""
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -14,7 +15,7 @@ from llmtrain.files import digest, json_text, names_in, read_object
 from llmtrain.json_types import JsonObject
 from llmtrain.locks import file_lock
 from llmtrain.record import checkpoint
-from llmtrain.record.history import History, candidate_folders, is_free
+from llmtrain.record.history import History, candidate_folders, is_free, seconds_of
 from llmtrain.record.run_record import (
     check_resumable,
     difference,
@@ -124,7 +125,7 @@ def choose_folder(
         request = request._replace(named=_named_checkpoint(Path(resume), request))
 
     with contextlib.ExitStack() as lock:
-        for folder in candidate_folders(output_dir):
+        for folder in _folders_to_try(output_dir, request):
             is_absent = names_in(folder) is None
             earlier_record = _usable_record(folder, request)
             if earlier_record is None:
@@ -138,6 +139,26 @@ def choose_folder(
 
         wanted = next(candidate_folders(output_dir))
         yield _resume_point(folder, wanted, earlier_record or {}, request)
+
+
+def _folders_to_try(output_dir: str, request: _Request) -> Iterator[Path]:
+    """Yield the folders that a run may use, in the order in which a start tries them.
+
+    With ``never``, the run that a launcher restarts is the one that has started last.
+    """
+    taken: list[Path] = []
+    if request.resume == "never" and request.is_restart:
+        candidates = candidate_folders(output_dir)
+        taken += itertools.takewhile(lambda folder: not is_free(folder), candidates)
+        taken.sort(key=_time_of_last_start)
+        yield from reversed(taken)
+    yield from itertools.islice(candidate_folders(output_dir), len(taken), None)
+
+
+def _time_of_last_start(folder: Path) -> float:
+    """Return when a run was last started, in seconds since 1970; 0 if that is not known."""
+    starts = read_object(folder / "run.json").get("starts") or [{}]
+    return seconds_of(starts[-1].get("time")) or 0.0
 
 
 def _usable_record(folder: Path, request: _Request) -> JsonObject | None:

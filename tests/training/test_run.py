@@ -145,6 +145,13 @@ def record_of(folder: Path) -> dict[str, Any]:
     return read_json(folder / "run.json")
 
 
+def begin_later(folder: Path) -> None:
+    """Let the last start of a run be later than those of all other runs."""
+    record = record_of(folder)
+    record["starts"][-1]["time"] = "2999-01-01T00:00:00+0000"
+    (folder / "run.json").write_text(json.dumps(record))
+
+
 def logged_steps(folder: Path) -> list[int]:
     return [entry["step"] for entry in metrics(folder)]
 
@@ -377,10 +384,13 @@ def test_a_run_that_extends_another_one_and_is_killed_keeps_its_log(
     assert logged_steps(folder) == [10, 20, 30]
     assert record_of(folder)["extends"]["step"] == 10
 
-    # torchrun restarts a run with the same command.
+    # torchrun restarts a run with the same command, whatever other runs are unfinished.
     assert train(steps=[40], crash=True, resume_from_checkpoint="never") == "run-3 from step 0"
+    assert train(steps=[50], crash=True, resume_from_checkpoint="never") == "run-4 from step 0"
+    begin_later(tmp_path / "run-3")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert train(resume_from_checkpoint="never") == "run-2 from step 30"
+    assert train(resume_from_checkpoint="never") == "run-3 from step 40"
+    assert train(resume_from_checkpoint="never") == "run-4 from step 50"
 
 
 @pytest.mark.parametrize(
