@@ -1,18 +1,37 @@
 """Engines for tests in one process, and what tests do with them."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.interfaces.batches import Batch
-from llmtrain.interfaces.objective import Objective
+from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.ranks import ranks_of
 from llmtrain.training.loop import Loop
 from llmtrain.training.periodic import Finish
 from llmtrain.training.run import Run
+
+
+class ScaledRows(Objective):
+    """The mean nll per row that has targets, times a number that the prepass finds."""
+
+    def loss(self, model: Any, batch: Batch, extra: Batch) -> LossSums:
+        nll = model.nll(**batch)
+        rows = (batch["labels"][:, 1:] != -100).any(1).sum()
+        return LossSums(nll * extra["factor"], metrics={"nll": nll, "rows": rows})
+
+    def denominator(self, batch: Batch) -> torch.Tensor:
+        return (batch["labels"][:, 1:] != -100).any(1).sum()
+
+    def prepass(self, engine: Any, batches: Iterable[Batch], totals: StepTotals) -> Batch:
+        rows = engine.sum_over_batches(lambda model, batch: self.denominator(batch), batches)
+        assert rows == totals.denominator
+        return {"factor": 2.0 * rows}
 
 
 def engine_of(

@@ -126,5 +126,5 @@ class ReplicatedEngine(Engine):
         resumed run would differ in their last bits from those of a run that never stopped.
         """
         if isinstance(self.model, DistributedDataParallel):
-            self.accelerator.backward(self.loss(batch).loss)
+            self.accelerator.backward(self.warm_up_loss(batch))
             self.model.zero_grad()

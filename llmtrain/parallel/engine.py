@@ -103,6 +103,19 @@ class Engine:
         _check_sums(self.objective, sums)
         return sums
 
+    def warm_up_loss(self, batch: Batch) -> Tensor:
+        """Return the mean loss of a micro-batch, for a pass whose gradients are thrown away.
+
+        The objective's prepass has the micro-batches of all ranks, which call this together.
+        """
+        phase = self.phases.phase
+        totals = self.count([batch])
+        extra = self.objective.prepass(self, [batch], totals)
+        divisor = totals.divisor
+        self.phases.begin(phase)
+        loss = self.loss(batch, extra).loss
+        return loss / divisor.to(loss.dtype)
+
     def denominator(self, batch: Batch) -> Tensor:
         """Return the objective's denominator of a micro-batch.
 

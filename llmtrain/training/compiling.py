@@ -64,13 +64,17 @@ def eager_code(model: nn.Module) -> Iterator[None]:
 
     An evaluation has other shapes, for which the blocks would be compiled again.
     """
-    compiled = [block for block in blocks_of(model) if "forward" in vars(block)]
-    forwards = [vars(block).pop("forward") for block in compiled]
+    compiled = {}
+    for block in blocks_of(model):
+        forward = vars(block).get("forward")  # which may also be one of the user
+        if hasattr(forward, "_torchdynamo_orig_callable"):
+            compiled[block] = forward
+            block.forward = forward._torchdynamo_orig_callable
     try:
         yield
     finally:
-        for block, forward in zip(compiled, forwards, strict=True):
-            vars(block)["forward"] = forward
+        for block, forward in compiled.items():
+            block.forward = forward
 
 
 def _allow_shapes(shapes: int) -> None:
@@ -98,7 +102,7 @@ def _try(engine: Engine, batch: Batch) -> None:
     # A sharded model that reduces no gradients would keep full ones.
     sync_context = contextlib.nullcontext() if engine.ranks.is_sharded else engine.no_sync()
     with engine.fork_rng(), sync_context:
-        loss = engine.loss(batch).loss
+        loss = engine.warm_up_loss(batch)
         engine.accelerator.backward(loss * 0.0)
     loss.item()
     for parameter in engine.model.parameters():

@@ -14,6 +14,7 @@ from torch import nn
 from llmtrain.config.flags import value_of
 from llmtrain.errors import UserError, first_line
 from llmtrain.interfaces.objective import Objective
+from llmtrain.interfaces.part import name_of
 from llmtrain.observe.throughput import CountsFlops
 from llmtrain.parallel.ranks import Sharding
 from llmtrain.training.activations import (
@@ -222,6 +223,11 @@ class Memory:
                 f"the activations cannot be counted, because {self.recipe.class_name} or its loss "
                 f"looks at the values of tensors ({first_line(error)}); if the loss selects "
                 "positions by a mask, multiply by the mask instead"
+            ) from None
+        except KeyError as error:
+            raise UserError(
+                "the activations cannot be counted, because the loss of "
+                f"{name_of(self.recipe.objective)} reads {error}, and a plan makes no prepass"
             ) from None
         self.counted[batch] = counted
         return counted

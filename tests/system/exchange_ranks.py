@@ -25,6 +25,7 @@ from llmtrain.parallel.ddp import DDPHandler, ReplicatedEngine
 from llmtrain.parallel.engine import BucketAverage, BucketFuture, Engine
 from llmtrain.parallel.ranks import ranks_of
 from llmtrain.training.step import train_step
+from tests.engines import ScaledRows
 
 VOCABULARY = 300
 ROWS_PER_RANK = 2
@@ -150,12 +151,14 @@ def has_same_bits_if_restarted(
 ) -> bool:
     """Return whether a restart between two times three steps changes no bit of the weights."""
     engine, optimizer = new_engine(accelerator, comm_hook)
+    engine.objective = ScaledRows()
     train(engine, optimizer)
     model_state = copy.deepcopy(engine.unwrapped.state_dict())
     optimizer_state = copy.deepcopy(optimizer.state_dict())
     weights = train(engine, optimizer, range(3, 6))
 
     resumed, resumed_optimizer = new_engine(accelerator, comm_hook)
+    resumed.objective = engine.objective
     resumed.unwrapped.load_state_dict(model_state)
     resumed_optimizer.load_state_dict(optimizer_state)
     if rebuilds_buckets:

@@ -19,7 +19,7 @@ from llmtrain.parallel.ranks import TrainingAccelerator
 from llmtrain.training import compiling
 from llmtrain.training.callbacks import WarmUp
 from llmtrain.training.compiling import compile_blocks, eager_code, is_worth_compiling
-from tests.engines import engine_of
+from tests.engines import ScaledRows, engine_of
 from tests.launching import long_form
 from tests.models.small_models import byte_tokenizer
 from tests.models.some_rows import SomeRows
@@ -120,12 +120,13 @@ def test_compiling_changes_no_weights_gradients_or_random_numbers(
         torch.rand(1)  # as dropout does
 
     model.register_forward_hook(draw)
+    engine = engine_of(accelerator, model, ScaledRows())
     weights = [parameter.clone() for parameter in model.parameters()]
 
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    compile_blocks(engine_of(accelerator, model), BATCH, shapes=1)
+    compile_blocks(engine, BATCH, shapes=1)
 
     assert is_compiled(model)
     assert torch.equal(torch.rand(3), expected)
@@ -155,6 +156,21 @@ def test_compiled_blocks_compute_the_same_gradients(
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-5)
     with torch.no_grad(), eager_code(compiled):
         assert torch.equal(compiled(**BATCH), eager(**BATCH))
+
+
+def test_a_forward_that_a_user_has_given_a_block_runs_in_evaluations(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_with(monkeypatch, "eager")
+    model = new_gpt()
+    block = model.transformer.h[0]
+    monkeypatch.setattr(block, "forward", lambda hidden, *_, **__: hidden)
+    expected = model(**BATCH)
+
+    for _ in range(2):
+        with eager_code(model):
+            assert torch.equal(model(**BATCH), expected)
+        compile_blocks(engine_of(accelerator, model), BATCH, shapes=1)
 
 
 # --- the number of graphs

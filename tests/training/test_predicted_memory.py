@@ -26,6 +26,7 @@ from llmtrain.training.parameter_bytes import LocalParameter, UnitBytes, paramet
 from llmtrain.training.predicted_memory import Memory, RecipeModel
 from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.training.settings import OptimConfig
+from tests.engines import ScaledRows
 from tests.families import OVERRIDES, rows_of
 from tests.models.small_models import byte_tokenizer
 
@@ -259,6 +260,14 @@ def test_a_device_is_known_by_its_complete_name(title: str, name: str | None) ->
 
 
 # --- models of the user
+
+
+def test_a_loss_that_needs_its_prepass_is_not_known() -> None:
+    predicted = memory()
+    predicted.recipe = predicted.recipe._replace(objective=ScaledRows())
+
+    with pytest.raises(UserError, match=r"loss of ScaledRows reads 'factor'.* makes no prepass"):
+        predicted.bytes_of(ONE_PROCESS, rows=2, accumulation=1)
 
 
 RECIPE = """

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch, count_targets
 from llmtrain.interfaces.callback import StepInfo
-from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
+from llmtrain.interfaces.objective import Objective
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.engine import Engine, unwrap
@@ -22,7 +21,7 @@ from llmtrain.training.checks import check_wrapping
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
-from tests.engines import engine_of, split
+from tests.engines import ScaledRows, engine_of, split
 
 VOCABULARY = 40
 
@@ -128,25 +127,6 @@ def test_the_result_of_a_step(accelerator: Accelerator, model: GPT) -> None:
     assert result.target_tokens == result.denominator == expected_count
     assert result.stop == "save"
     assert not train_step(engine, optimizer, split(batch, 4), max_grad_norm=1.0).stop
-
-
-class ScaledRows(Objective):
-    """The mean nll per row that has targets, times a number that the prepass finds."""
-
-    def loss(self, model: GPT, batch: Batch, extra: Batch) -> LossSums:
-        nll = model.nll(**batch)
-        rows = (batch["labels"][:, 1:] != -100).any(1).sum()
-        return LossSums(nll * extra["factor"], metrics={"nll": nll, "rows": rows})
-
-    def denominator(self, batch: Batch) -> torch.Tensor:
-        return (batch["labels"][:, 1:] != -100).any(1).sum()
-
-    def prepass(
-        self, engine: Engine, batches: Sequence[Batch], totals: StepTotals
-    ) -> dict[str, torch.Tensor]:
-        rows = engine.sum_over_batches(lambda model, batch: self.denominator(batch), batches)
-        assert rows == totals.denominator
-        return {"factor": 2.0 * rows}
 
 
 @pytest.mark.parametrize("micro", [2, 4])
