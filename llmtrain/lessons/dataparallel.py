@@ -31,7 +31,7 @@ def main() -> None:
         _time_on_gpus(model)
     elif gpus == 0:
         assert torch.equal(model(**batch(rows(8))), model.module(**batch(rows(8))))
-    show(f"llmtrain's loop: {error_of(check_wrapping, accelerator, model)}")
+    show(f"llmtrain's loop: {error_of(check_wrapping, model)}")
 
 
 def _time_on_gpus(model: "nn.DataParallel[nn.Module]") -> None:

@@ -3,25 +3,17 @@
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from llmtrain.console import note, say
 from llmtrain.errors import UserError
-from llmtrain.parallel.ranks import TrainingAccelerator
 from llmtrain.training.optim import is_made_by_flag, keeps_small_updates
 from llmtrain.training.run import Run
 from llmtrain.training.settings import OptimConfig
 
 
-def check_wrapping(accelerator: Accelerator, model: nn.Module) -> None:
-    """Check that the loop supports the accelerator and the wrapping of the model.
-
-    Raises:
-        UserError: if it does not.
-    """
-    if not isinstance(accelerator, TrainingAccelerator):
-        raise UserError("this loop needs the Accelerator that llmtrain.start() makes.")
+def check_wrapping(model: nn.Module) -> None:
+    """Raise :class:`UserError` if a model is wrapped in a way that the loop does not support."""
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UserError(
             "the model is wrapped in nn.DataParallel, which this loop does not support. Do not "

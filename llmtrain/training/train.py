@@ -61,9 +61,9 @@ def make_engine(run: Run, model: nn.Module) -> Engine:
     """Return how this process computes the steps of a run.
 
     Raises:
-        UserError: if the loop does not support the accelerator or the wrapping of the model.
+        UserError: if the loop does not support the wrapping of the model.
     """
-    check_wrapping(run.accelerator, model)
+    check_wrapping(model)
     return engine_for(
         run.ranks,
         model,

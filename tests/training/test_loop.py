@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 import llmtrain as lt
@@ -24,7 +23,6 @@ from llmtrain.observe.stragglers import Stragglers
 from llmtrain.record.history import as_numbers, read_lines
 from llmtrain.training import periodic
 from llmtrain.training.callbacks import MemoryAdvice
-from llmtrain.training.checks import check_wrapping
 from llmtrain.training.loop import Loop
 from llmtrain.training.run import Run
 from recipes import finetune, gpt
@@ -201,14 +199,6 @@ def test_a_run_is_finished_as_soon_as_its_model_is_written(
     status = read_json(tmp_path / "run" / "status.json")
     assert status["state"] == "finished"
     assert status["step"] == 3
-
-
-# --- the accelerator
-
-
-def test_an_accelerator_that_llmtrain_has_not_made_is_refused() -> None:
-    with pytest.raises(UserError, match=r"needs the Accelerator that llmtrain\.start\(\) makes"):
-        check_wrapping(Accelerator(cpu=True), nn.Linear(2, 2))
 
 
 # --- advice on memory

@@ -187,7 +187,7 @@ def test_a_model_in_data_parallel_is_refused(wrap, accelerator: Accelerator) -> 
     """Also within DDP, which `prepare` would put around it."""
     model = wrap(nn.DataParallel(nn.Linear(2, 2)))
     with pytest.raises(UserError, match=r"wrapped in nn\.DataParallel"):
-        check_wrapping(accelerator, model)
+        check_wrapping(model)
 
 
 def test_periodic_actions_are_due_at_their_multiples_and_at_the_end_but_never_with_0() -> None:
