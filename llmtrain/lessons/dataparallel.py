@@ -21,7 +21,7 @@ PROCESSES = 1
 
 def main() -> None:
     """Show what DataParallel does on this machine, and that llmtrain rejects it."""
-    accelerator = start_accelerator()
+    start_accelerator()
     model: nn.DataParallel[nn.Module] = nn.DataParallel(small_gpt())
     gpus = len(model.device_ids)
     plural = "" if gpus == 1 else "s"
