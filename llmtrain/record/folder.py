@@ -38,15 +38,15 @@ class RunFolder:
         self.start_id = start_id
         self.is_main = is_main
 
-    def begin(self, step: int, extended_run: Path | None = None) -> None:
+    def begin(self, step: int, extends: JsonObject | None = None) -> None:
         """Delete files that a killed process left half-written, and log entries after ``step``.
 
         The caller holds the folder's lock.
 
         Args:
             step: steps made so far.
-            extended_run: the folder of the run that this run extends. Its log entries up to
-                ``step`` become the beginning of this run's, unless this run has some already.
+            extends: what ``run.json`` says about the run that this one extends. Its log entries
+                become the beginning of this run's, unless this run has some already.
         """
         for leftover in [*self.path.glob(".tmp-*"), *self.path.glob("checkpoints/.tmp-*")]:
             # What cannot be deleted now, such as an open file on NFS, goes at a later start.
@@ -56,8 +56,9 @@ class RunFolder:
 
         for name in _LOGS:
             log = self.path / name
-            source = log if extended_run is None or log.exists() else extended_run / name
-            copy_lines_up_to(source, log, step)
+            copy_lines_up_to(log, log, step)
+            if extends is not None and not log.exists():
+                copy_lines_up_to(Path(extends["run"], name), log, min(step, extends["step"]))
         self._write_status("running", step)
 
     def append(self, name: str, line: JsonObject) -> None:

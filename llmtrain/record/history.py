@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError
 from llmtrain.files import json_lines, names_in, read_object
-from llmtrain.record.run_record import read_versioned
+from llmtrain.record.run_record import read_versioned, start_times
 
 if TYPE_CHECKING:
     from llmtrain.json_types import JsonObject
@@ -109,14 +109,6 @@ class History(NamedTuple):
         """
         return self.record.get("extends") or {}
 
-    def all_start_times(self) -> list[str]:
-        """Return the times of all starts that made the steps of this run, as in ``run.json``.
-
-        Those of the runs that it extends come first.
-        """
-        earlier: list[str] = self.extends.get("start_times", [])
-        return [*earlier, *(str(start.get("time")) for start in self.starts)]
-
     def lost_steps(self) -> list[str]:
         """Return a sentence for each time that the run began again without an intact checkpoint."""
         return [str(event.get("text")) for event in self.events if event.get("kind") == "lost"]
@@ -154,12 +146,12 @@ class History(NamedTuple):
         Returns:
             A number for each log entry; ``None`` if the entry or the starts have no time.
         """
-        times = [seconds_of(time) for time in self.all_start_times()]
-        start_times = [time for time in times if time is not None]
-        if not start_times:
+        times = [seconds_of(time) for time in start_times(self.record)]
+        known_times = [time for time in times if time is not None]
+        if not known_times:
             return [None] * len(self.entries)
 
-        clock = TrainingClock(start_times)
+        clock = TrainingClock(known_times)
         hours: list[float | None] = []
         for entry in self.entries:
             now = entry.get("time")

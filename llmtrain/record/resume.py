@@ -15,12 +15,13 @@ from llmtrain.files import digest, json_text, names_in, read_object
 from llmtrain.json_types import JsonObject
 from llmtrain.locks import file_lock
 from llmtrain.record import checkpoint
-from llmtrain.record.history import History, candidate_folders, is_free, seconds_of
+from llmtrain.record.history import candidate_folders, is_free, seconds_of
 from llmtrain.record.run_record import (
     check_resumable,
     difference,
     first_difference,
     read_versioned,
+    start_times,
 )
 
 _WAIT_SECONDS = 60.0  # for an unfinished run whose lock another process still holds
@@ -37,39 +38,23 @@ class ResumePoint(NamedTuple):
     """The folder of a run, and the checkpoint that it resumes from, if there is one."""
 
     folder: Path
+    state: JsonObject  # what the run takes over of state.json; empty without a checkpoint
     checkpoint: Path | None = None
-    step: int = 0  # steps made until the checkpoint
-    tokens: int = 0  # target tokens of those steps
     run_id: str = ""
     start_id: str = ""  # distinguishes the starts in one folder
+    fingerprint_sha256: str = ""
     reason: str = ""  # the reason for this start, for the start-up log
     earlier_record: JsonObject | None = None  # run.json of the unfinished run; None for a new run
-    named_fingerprint: JsonObject | None = None  # of the checkpoint that the user has named
+    extends: JsonObject | None = None  # what run.json says about the run that this one extends
     damaged_checkpoints: tuple[str, ...] = ()  # the run starts again, because none is intact
     follows_failure: bool = False  # whether the last start of the run failed or was killed
     recompute_every: int | None = None  # as the run that made the checkpoint has recorded it
 
     @property
-    def extended_run(self) -> Path | None:
-        """The folder of the run that this run extends: another one, which made the checkpoint."""
-        if self.checkpoint is None:
-            return None
-        folder = self.checkpoint.parent.parent
-        is_own = folder.absolute() == self.folder.absolute()
-        return None if is_own or not (folder / "run.json").exists() else folder
-
-    def extends(self) -> JsonObject | None:
-        """Return what ``run.json`` says about the run that this run extends."""
-        extends: JsonObject | None = (self.earlier_record or {}).get("extends")
-        if self.extended_run is None or extends is not None:
-            return extends
-        extended = History.read(self.extended_run)
-        return {
-            "run": str(self.extended_run),
-            "run_id": extended.record.get("run_id"),
-            "step": self.step,  # the last one that is taken over
-            "start_times": extended.all_start_times(),
-        }
+    def step(self) -> int:
+        """Steps made until the checkpoint."""
+        step: int = self.state.get("step", 0)
+        return step
 
 
 class _Request(NamedTuple):
@@ -251,7 +236,20 @@ def _resume_point(
     if earlier_record:
         own, damaged = _own_checkpoint(folder, earlier_record, request)
     path = own or request.named
-    state = {} if path is None else checkpoint.read_state(path)
+    state = {}
+    extends = earlier_record.get("extends")
+    maker_record: JsonObject = {}  # run.json of the run that has made the checkpoint
+    if path is not None:
+        state = _state_to_take_over(path, request, is_own=own is not None)
+        maker_record = read_object(path.parent.parent / "run.json")
+        if own is None and maker_record and extends is None:
+            extends = {
+                "run": str(path.parent.parent),
+                "run_id": maker_record.get("run_id"),
+                "step": state["step"],  # the last one that is taken over
+                "start_times": start_times(maker_record),
+            }
+    recomputations = [start.get("recompute_every") for start in maker_record.get("starts", [])]
 
     if own is not None:
         reason = f"resumes from step {state['step']}"
@@ -267,17 +265,29 @@ def _resume_point(
     return ResumePoint(
         folder=folder,
         checkpoint=path,
-        step=state.get("step", 0),
-        tokens=state.get("tokens", 0),
+        state=state,
         run_id=earlier_record.get("run_id") or request.run_id or secrets.token_hex(4),
         start_id=secrets.token_hex(8),
+        fingerprint_sha256=request.fingerprint_sha256,
         reason=reason,
         earlier_record=earlier_record or None,
-        named_fingerprint=state.get("fingerprint") if own is None else None,
+        extends=extends,
         damaged_checkpoints=damaged,
         follows_failure=earlier_record != {} and _state_of(folder) != "preempted",
-        recompute_every=None if path is None else _recompute_every(path),
+        recompute_every=next((n for n in reversed(recomputations) if n is not None), None),
     )
+
+
+def _state_to_take_over(path: Path, request: _Request, is_own: bool) -> JsonObject:
+    """Return what a run takes over of the ``state.json`` of a checkpoint, its own or another run's."""
+    state = checkpoint.read_state(path)
+    if not is_own:
+        # The other run may delete its best checkpoint before this one ends.
+        state["best"] = None
+    if state["fingerprint_sha256"] != request.fingerprint_sha256:
+        # With more steps, or another callback, the run goes on.
+        state["finish_reason"] = ""
+    return state
 
 
 def _own_checkpoint(
@@ -309,14 +319,6 @@ def _own_checkpoint(
             raise
         return None, tuple(error.checkpoints)
     return newest, ()
-
-
-def _recompute_every(path: Path) -> int | None:
-    """Return how often the run that has made a checkpoint recomputes blocks, if it has said so."""
-    starts = History.read(path.parent.parent).starts
-    recorded = [start.get("recompute_every") for start in starts]
-    known = [every for every in recorded if every is not None]
-    return known[-1] if known else None
 
 
 def _reason_why_taken(wanted: Path, request: _Request) -> str:

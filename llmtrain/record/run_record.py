@@ -103,6 +103,7 @@ def run_record(
     run_id: str,
     extends: JsonObject | None,
     fingerprint: JsonObject,
+    fingerprint_sha256: str,
     settings: dict[str, JsonObject],
     details: JsonObject,
     start: JsonObject,
@@ -114,9 +115,10 @@ def run_record(
         run_id: the id of the run.
         extends: the run that this one extends, if there is one.
         fingerprint: the fingerprint of the run.
+        fingerprint_sha256: its digest.
         settings: every flag with its value and origin (:func:`llmtrain.config.flags.resolved`).
         details: further keys of the file, about the data.
-        start: where this start begins, its processes and its device.
+        start: where this start begins, its processes, its device and its code.
     """
     this_start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -128,9 +130,7 @@ def run_record(
         "directory": str(Path.cwd()),
         "host": platform.node(),
         **start,
-        "versions": versions(),
         "git_sha": git_commit(),
-        "code_sha256": code_sha256(),
     }
     earlier_starts = [] if earlier is None else earlier["starts"]
     recorded_settings = {}
@@ -142,13 +142,25 @@ def run_record(
         "run_id": run_id,
         "extends": extends,
         "fingerprint": fingerprint,
-        "fingerprint_sha256": digest(fingerprint),
+        "fingerprint_sha256": fingerprint_sha256,
         "processes": start["processes"],
         "settings": recorded_settings,
         **redacted(details),
         "starts": [*earlier_starts, redacted(this_start)],
     }
     return with_version(record)
+
+
+def start_times(record: JsonObject) -> list[str]:
+    """Return the times of all starts that made the steps of a run, given its ``run.json``.
+
+    Those of the runs that it extends come first.
+    """
+    extended = record.get("extends") or {}
+    return [
+        *extended.get("start_times", []),
+        *(str(start.get("time")) for start in record.get("starts", [])),
+    ]
 
 
 def code_sha256() -> str:

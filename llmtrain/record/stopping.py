@@ -146,8 +146,10 @@ class Patience:
             "initial": self.initial,
         }
 
-    def restore(self, state: JsonObject) -> None:
-        """Restore a :attr:`state` from a checkpoint."""
+    def restore(self, state: JsonObject | None) -> None:
+        """Restore a :attr:`state` from a checkpoint, which may have none."""
+        if not state:
+            return
         self.best = math.inf if state["value"] is None else state["value"]
         self.best_step = state["step"]
         self.worse = state["worse"]

@@ -117,7 +117,7 @@ def _values(optimizer: torch.optim.Optimizer, key: str, index: int | None = None
 
 def say_changed_settings(run: Run) -> None:
     """Print which optimizer settings differ from those of the checkpoint to resume from."""
-    recorded = run.resume_point.named_fingerprint
+    recorded = run.resume_point.state.get("fingerprint")
     if recorded is None or run.step == run.settings.optim.max_steps:
         return
     before = recorded["optimizer"] | recorded["learning_rates"]

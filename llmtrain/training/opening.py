@@ -25,7 +25,7 @@ from llmtrain.parallel.ranks import Ranks, ranks_of
 from llmtrain.planning import current_plan
 from llmtrain.record.folder import RunFolder
 from llmtrain.record.resume import ResumePoint, choose_folder
-from llmtrain.record.run_record import check_ranks_agree, run_description, run_record
+from llmtrain.record.run_record import check_ranks_agree, run_description, run_record, start_times
 from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
 from llmtrain.record.trackers.tracker import TrackedRun
@@ -124,6 +124,12 @@ def open_run(
         )
         if resume_point.checkpoint:
             saver.verified.append(resume_point.checkpoint)
+        patience = Patience(
+            settings.eval.early_stopping_patience,
+            settings.eval.metric_for_best_model,
+            keeps_best=settings.eval.keeps_best,
+        )
+        patience.restore(resume_point.state.get("best"))
         run = Run(
             accelerator=accelerator,
             ranks=ranks,
@@ -140,15 +146,11 @@ def open_run(
             metrics_log=MetricsLog(ranks, resume_point.folder, settings.parallel.ddp_timeout),
             # Tokenising, loading the model and the reference pass have taken part of the time.
             deadline=Deadline.of(settings.run.max_hours, seconds_since_start()),
-            patience=Patience(
-                settings.eval.early_stopping_patience,
-                settings.eval.metric_for_best_model,
-                keeps_best=settings.eval.keeps_best,
-            ),
-            status=RunStatus(step=resume_point.step, tokens=resume_point.tokens),
+            patience=patience,
+            status=RunStatus.of(resume_point.state),
         )
         if not settings.run.dry_run:
-            contexts.enter_context(_recorded(run, resolved_settings))
+            contexts.enter_context(_recorded(run, resolved_settings, description))
         yield run
 
     leave_group()
@@ -209,7 +211,7 @@ def _choose_folder(
 ) -> ResumePoint:
     """Choose the folder on rank 0, and hold its lock until ``contexts`` closes."""
     if config.dry_run:
-        return ResumePoint(Path(config.output_dir))
+        return ResumePoint(Path(config.output_dir), state={})
 
     def choose() -> ResumePoint:
         choosing = choose_folder(
@@ -226,7 +228,7 @@ def _choose_folder(
     return resume_point
 
 
-def _begin(run: Run, settings: dict[str, JsonObject]) -> JsonObject:
+def _begin(run: Run, settings: dict[str, JsonObject], description: JsonObject) -> JsonObject:
     """Add this start to ``run.json``, begin to write the run's folder, and return the record."""
     resume_point = run.resume_point
     recomputation = run.bundle.recomputation
@@ -234,6 +236,8 @@ def _begin(run: Run, settings: dict[str, JsonObject]) -> JsonObject:
         "step": resume_point.step,
         "from": None if resume_point.checkpoint is None else str(resume_point.checkpoint),
         "lost_checkpoints": resume_point.damaged_checkpoints,
+        "versions": description["versions"],
+        "code_sha256": description["code"],
         "processes": run.ranks.world_size,
         "sharded": run.ranks.sharding.layout if run.ranks.is_sharded else None,
         "device": run.ranks.device.type,
@@ -244,25 +248,26 @@ def _begin(run: Run, settings: dict[str, JsonObject]) -> JsonObject:
     record = run_record(
         resume_point.earlier_record,
         run_id=resume_point.run_id,
-        extends=resume_point.extends(),
+        extends=resume_point.extends,
         fingerprint=run.fingerprint,
+        fingerprint_sha256=resume_point.fingerprint_sha256,
         settings=settings,
         details=asdict(run.rows.metadata),
         start=start,
     )
     # run.json comes first: without it, a start that fails here would use up the folder's name.
     run.writer.write("run.json", record)
-    run.writer.begin(run.step, resume_point.extended_run)
+    run.writer.begin(run.step, resume_point.extends)
     return record
 
 
 @contextlib.contextmanager
-def _recorded(run: Run, settings: dict[str, JsonObject]) -> Iterator[None]:
+def _recorded(run: Run, settings: dict[str, JsonObject], description: JsonObject) -> Iterator[None]:
     """Write a run's record and feed its trackers until the block ends.
 
     However the block ends, ``status.json`` gets the reason. The caller holds the folder's lock.
     """
-    record = run.ranks.on_main(lambda: _begin(run, settings))
+    record = run.ranks.on_main(lambda: _begin(run, settings, description))
     if run.ranks.is_sharded:
         # Ranks that share a model save it together.
         timeout = run.settings.parallel.ddp_timeout + 60
@@ -317,8 +322,6 @@ def _failures_recorded(run: Run) -> Iterator[None]:
 def _tracked(run: Run, record: JsonObject) -> TrackedRun:
     """Return what trackers are told about a run, given its ``run.json``."""
     parameters, trained_parameters = parameter_counts(run.bundle.model)
-    extended = record["extends"] or {"start_times": []}
-    times = [*extended["start_times"], *(start["time"] for start in record["starts"])]
     start = record["starts"][-1]
     facts = {
         "parameters": parameters,
@@ -340,5 +343,5 @@ def _tracked(run: Run, record: JsonObject) -> TrackedRun:
         run_id=run.resume_point.run_id,
         project=os.environ.get("WANDB_PROJECT", "llmtrain"),
         config=redacted(settings | facts),
-        start_times=[datetime.fromisoformat(time).timestamp() for time in times],
+        start_times=[datetime.fromisoformat(time).timestamp() for time in start_times(record)],
     )

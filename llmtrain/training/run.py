@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     import pandas
 
 
+# What `state.json` of a checkpoint stores of a `RunStatus`.
+_STORED = ("step", "tokens", "skipped", "compiled", "finish_reason")
+
+
 class RunSummary(NamedTuple):
     """What is left of a run if it is sent to another process.
 
@@ -84,8 +88,8 @@ class RunStatus:
         sample: a text by the finished model, if it wrote one.
     """
 
-    step: int
-    tokens: int
+    step: int = 0
+    tokens: int = 0
     launched: LaunchedStep | None = None
     skipped: int = 0
     compiled: bool | None = None
@@ -111,21 +115,12 @@ class RunStatus:
     def for_checkpoint(self) -> JsonObject:
         """Return the part that ``state.json`` of a checkpoint stores."""
         assert self.launched is None, f"step {self.step} is not settled"
-        return {
-            "step": self.step,
-            "tokens": self.tokens,
-            "skipped": self.skipped,
-            "compiled": self.compiled,
-            "finish_reason": self.finish_reason,
-        }
+        return {key: getattr(self, key) for key in _STORED}
 
-    def restore(self, stored: JsonObject) -> None:
-        """Go on from what ``state.json`` of a checkpoint stores.
-
-        The step and the tokens are known since the run was opened.
-        """
-        self.skipped = stored["skipped"]
-        self.compiled = stored["compiled"]
+    @classmethod
+    def of(cls, state: JsonObject) -> "RunStatus":
+        """Return the status that ``state.json`` of a checkpoint stores; a new run has none."""
+        return cls(**{key: state[key] for key in _STORED if key in state})
 
 
 @dataclass(frozen=True)

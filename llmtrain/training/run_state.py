@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import digest
 from llmtrain.interfaces.model import ModelFormat
 from llmtrain.interfaces.part import Part
 from llmtrain.json_types import JsonObject
@@ -30,7 +29,7 @@ from llmtrain.training.run import Run
 
 
 def restore(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:
-    """Load the checkpoint that a run resumes from, if there is one.
+    """Load the tensors of the checkpoint that a run resumes from, if there is one.
 
     Rank 0 reads it and sends it to the other ranks, which may have no access to the folder.
     """
@@ -45,18 +44,10 @@ def restore(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:
     optimizer_state.restore(structure, tensors)
     restore_parts(run.parts.by_name(), path, ranks)
 
-    state = ranks.on_main(lambda: checkpoint.read_state(path))
-    run.status.restore(state)
-    # With more steps, or another callback, the run goes on.
-    if state["fingerprint_sha256"] == digest(run.fingerprint):
-        run.status.finish_reason = state.get("finish_reason", "")
-    # The best checkpoint of another run is not taken over: it may be deleted before this run ends.
-    is_own = path.parent == run.folder / "checkpoints"
-    if state["best"] and is_own:
-        run.patience.restore(state["best"])
     scaler = engine.accelerator.scaler
-    if scaler is not None and state["loss_scaler"]:
-        scaler.load_state_dict(state["loss_scaler"])
+    scaler_state = run.resume_point.state["loss_scaler"]
+    if scaler is not None and scaler_state:
+        scaler.load_state_dict(scaler_state)
 
 
 def load_weights(files: ModelFormat, model: nn.Module, folder: Path, ranks: Ranks) -> None:
@@ -201,7 +192,7 @@ def _state(run: Run, engine: Engine) -> JsonObject:
         "eval_loss": eval_loss,
         "best": run.patience.state if run.patience.keeps_best else None,
         "fingerprint": run.fingerprint,
-        "fingerprint_sha256": digest(run.fingerprint),
+        "fingerprint_sha256": run.resume_point.fingerprint_sha256,
         "loss_scaler": scaler.state_dict() if scaler is not None else None,
     }
 

@@ -23,7 +23,7 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.model import ModelBundle
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.record import resume
-from llmtrain.record.history import History
+from llmtrain.record.run_record import start_times
 from llmtrain.record.tracking import MetricsLog
 from llmtrain.training import opening, run_state
 from llmtrain.training.opening import open_run
@@ -367,7 +367,7 @@ def test_a_run_that_extends_another_one_begins_with_a_copy_of_its_log(
     )
     assert extended_again == "run-3 from step 30"
     assert logged_steps(tmp_path / "run-3") == [10, 30, 40]
-    assert len(History.of_run(tmp_path / "run-3").all_start_times()) == 3
+    assert len(start_times(record_of(tmp_path / "run-3"))) == 3
 
 
 def test_a_run_that_extends_another_one_and_is_killed_keeps_its_log(
