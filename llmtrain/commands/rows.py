@@ -163,9 +163,9 @@ def _fingerprint_of(history: History) -> JsonObject:
 
 def _data_of_recipe(recipe: str, flags: list[str], step: int | None) -> _Data:
     """Return the rows that a recipe would train on with these flags."""
-    from llmtrain.training.recipe_model import run_to_model
+    from llmtrain.training.recipe_model import build_recipe_model
 
-    planned = run_to_model(recipe, flags, "no")
+    planned = build_recipe_model(recipe, flags, "no")
     settings = planned.settings
     last = settings.optim.max_steps
     if step is not None and not 1 <= step <= last:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from llmtrain.config.flags import value_of
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, first_line
 from llmtrain.interfaces.objective import Objective
 from llmtrain.interfaces.part import name_of
@@ -45,14 +46,14 @@ class RecipeModel(NamedTuple):
         model: the model, on the meta device or not.
         settings: the settings of the run.
         precision: mixed precision, ``no`` or ``bf16``.
-        positions: the positions of a row that a micro-batch computes.
+        rows: the rows to train on.
         objective: the loss that is minimised.
     """
 
     model: nn.Module
     settings: Settings
     precision: str
-    positions: int
+    rows: Tokenized
     objective: Objective = Objective()
 
     @property
@@ -197,7 +198,7 @@ class Memory:
 
         batch = MicroBatch(
             rows=rows,
-            positions=self.recipe.positions,
+            positions=self.recipe.rows.positions,
             bf16=self.bf16,
             weights_in_bf16=frozenset(in_bf16),
             on_gpu=self.on_gpu,

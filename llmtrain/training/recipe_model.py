@@ -19,7 +19,8 @@ def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeM
     """Return the model that a recipe would train with these flags.
 
     The recipe's own ``main`` runs until the model is built. Its data is tokenised before that,
-    because the vocabulary determines the size of the model.
+    because the vocabulary determines the size of the model. What it prints is left out, unless it
+    ends like ``--help``.
 
     Args:
         recipe: path of the recipe.
@@ -28,24 +29,6 @@ def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeM
 
     Raises:
         UserError: if the file is not a recipe, or its model cannot be built without weights.
-    """
-    planned = run_to_model(recipe, flags, precision)
-    return RecipeModel(
-        model=planned.bundle.model,
-        settings=planned.settings,
-        precision=precision,
-        positions=planned.rows.positions,
-        objective=planned.bundle.objective,
-    )
-
-
-def run_to_model(recipe: str, flags: list[str], precision: str) -> PlannedModel:
-    """Run ``main`` of a recipe until its model is built.
-
-    What the recipe prints is left out, unless it ends like ``--help``.
-
-    Raises:
-        UserError: if that fails.
     """
     printed = io.StringIO()
     # The recipe finds its flags and the modules of its folder, as when Python runs it.
@@ -59,7 +42,7 @@ def run_to_model(recipe: str, flags: list[str], precision: str) -> PlannedModel:
         ):
             _run_main(recipe, flags)
     except PlannedModel as planned:
-        return planned
+        return planned.recipe
     except SystemExit:
         print(printed.getvalue(), end="")
         raise

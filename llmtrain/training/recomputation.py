@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmtrain.config.flags import value_of
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.devices import RESERVED_MEMORY
 from llmtrain.errors import first_line
 from llmtrain.interfaces.model import (
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def choose_recomputation(
-    ranks: Ranks, bundle: ModelBundle, settings: Settings, layout: Layout, positions: int
+    ranks: Ranks, bundle: ModelBundle, settings: Settings, layout: Layout, rows: Tokenized
 ) -> None:
     """Let as few blocks compute their activations again as the memory of the GPUs makes necessary.
 
@@ -37,7 +38,7 @@ def choose_recomputation(
         bundle: the model, on the meta device or not. Its ``recomputation`` is set.
         settings: the settings of the run.
         layout: its parallel layout.
-        positions: the positions of a row that a micro-batch computes.
+        rows: the rows to train on.
     """
     flag = value_of(settings, "gradient_checkpointing", default=False)
     if flag is not None:  # the model was built accordingly
@@ -59,7 +60,7 @@ def choose_recomputation(
             model=bundle.model,
             settings=settings,
             precision=ranks.accelerator.mixed_precision,
-            positions=positions,
+            rows=rows,
             objective=bundle.objective,
         )
         try:

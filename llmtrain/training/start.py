@@ -1,7 +1,7 @@
 """Functions that recipes call to start a run: make the Accelerator, the model and the loaders."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -33,6 +33,9 @@ from llmtrain.training.run import Run
 from llmtrain.training.settings import Settings
 from llmtrain.training.train import train
 
+if TYPE_CHECKING:
+    from llmtrain.training.predicted_memory import RecipeModel
+
 S = TypeVar("S", bound=Settings)
 # Builds a model, given the settings, the rows and the mixed precision.
 Build: TypeAlias = Callable[[S, Tokenized, str], ModelBundle | nn.Module]
@@ -46,11 +49,9 @@ class PlannedModel(BaseException):
     Code of a recipe that catches every :class:`Exception` does not catch it.
     """
 
-    def __init__(self, settings: Settings, rows: Tokenized, bundle: ModelBundle) -> None:
+    def __init__(self, recipe: "RecipeModel") -> None:
         super().__init__()
-        self.settings = settings
-        self.rows = rows
-        self.bundle = bundle
+        self.recipe = recipe
 
 
 def start(settings: Settings) -> Accelerator:
@@ -109,7 +110,12 @@ def place(
                 f"the recipe builds its model from values of weights, and a plan has none: "
                 f"{first_line(error)}"
             ) from error
-        raise PlannedModel(settings, rows, bundle)
+        # This imports much of transformers and takes a second, which a run need not wait for.
+        from llmtrain.training.predicted_memory import RecipeModel
+
+        raise PlannedModel(
+            RecipeModel(bundle.model, settings, precision, rows, objective=bundle.objective)
+        )
 
     ranks = ranks_of(accelerator)
     layout = Layout.of(settings.data, ranks.world_size, bitwise=settings.parallel.bitwise)
@@ -121,7 +127,7 @@ def place(
     torch.manual_seed(seed_of(settings.optim.seed, "model"))
     bundle = _build_bundle(build, settings, rows, precision, objective)
     check_built_weights(ranks, bundle.model)
-    choose_recomputation(ranks, bundle, settings, layout, rows.positions)
+    choose_recomputation(ranks, bundle, settings, layout, rows)
     return move_to_devices(ranks, bundle)
 
 

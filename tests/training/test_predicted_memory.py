@@ -48,7 +48,8 @@ def memory(
     settings = SimpleNamespace(
         model=config, optim=OptimConfig(optim, dtype=dtype), parallel=ParallelConfig(**parallel)
     )
-    return Memory.of(RecipeModel(model, settings, precision, positions=POSITIONS), on_gpu=False)
+    rows = SimpleNamespace(positions=POSITIONS)
+    return Memory.of(RecipeModel(model, settings, precision, rows), on_gpu=False)
 
 
 # --- weights, gradients and the states of optimizers

@@ -84,7 +84,8 @@ class Chooser:
         if objective is not None:
             bundle.objective = objective
 
-        choose_recomputation(self.ranks, bundle, self.settings, layout=LAYOUT, positions=64)
+        rows: Any = SimpleNamespace(positions=64)
+        choose_recomputation(self.ranks, bundle, self.settings, layout=LAYOUT, rows=rows)
         return bundle
 
 

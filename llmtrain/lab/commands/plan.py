@@ -253,7 +253,7 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
     print(labelled("model", model))
 
     settings = recipe.settings
-    rows = f"{settings.data.global_batch_size:,} rows of {recipe.positions:,} tokens"
+    rows = f"{settings.data.global_batch_size:,} rows of {recipe.rows.positions:,} tokens"
     precision = "bf16" if plan.memory.bf16 else "float32"
     print(labelled("run", f"{settings.optim.max_steps:,} steps of {rows}, {precision}"))
 

@@ -201,7 +201,7 @@ def _plan_layout(name: str, sharding: Sharding, plan: Plan) -> PlannedLayout:
     )
     return layout._replace(
         step=step,
-        tokens_per_second=global_batch * memory.recipe.positions / step.total,
+        tokens_per_second=global_batch * memory.recipe.rows.positions / step.total,
         hours=settings.optim.max_steps * step.total / 3600,
         efficiency=_efficiency(
             plan,

@@ -192,7 +192,7 @@ def estimate_compute(memory: Memory, device: Device, mfu: float) -> Compute | No
         return None
 
     flops_per_second = device.peak * mfu
-    row = recipe.positions * recipe.flops_per_token / flops_per_second
+    row = recipe.rows.positions * recipe.flops_per_token / flops_per_second
     forward = row / 3
 
     trained = [parameter for parameter in memory.parameters if parameter.is_trained]

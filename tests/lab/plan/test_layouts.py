@@ -35,7 +35,7 @@ def plan_of(global_batch_size: int, per_device_train_batch_size: int) -> Plan:
         ),
     )
 
-    recipe = RecipeModel(model, settings, precision="bf16", positions=32)
+    recipe = RecipeModel(model, settings, precision="bf16", rows=SimpleNamespace(positions=32))
     device = get_device("h100-80gb")
     link = Link(device.link, 0.0)
     return Plan(
