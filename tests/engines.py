@@ -12,6 +12,7 @@ from llmtrain.interfaces.objective import LossSums, Objective, StepTotals
 from llmtrain.models.trainable import make_trainable
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.ranks import ranks_of
+from llmtrain.parallel.shards import local_shard
 from llmtrain.training.loop import Loop
 from llmtrain.training.periodic import Finish
 from llmtrain.training.run import Run
@@ -45,6 +46,16 @@ def engine_of(
         objective: what is minimised; the mean nll per target token if it is left out.
     """
     return ReplicatedEngine(ranks_of(accelerator), make_trainable(model), objective=objective)
+
+
+def parameter_bytes(model: nn.Module) -> tuple[int, int]:
+    """Return the bytes of this rank's shards of the parameters, and of the full parameters."""
+    local = 0
+    full = 0
+    for parameter in model.parameters():
+        full += parameter.numel() * parameter.element_size()
+        local += local_shard(parameter).numel() * parameter.element_size()
+    return local, full
 
 
 def split(batch: Batch, micro_batch: int) -> list[Batch]:

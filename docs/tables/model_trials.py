@@ -36,9 +36,10 @@ from llmtrain.models.lora import AdapterFiles
 from llmtrain.models.model_classes import build_model
 from llmtrain.models.probe import differ, example_tokens
 from llmtrain.models.text_tower import outside_text_tower
-from llmtrain.parallel.placement import move_to_devices, parameter_bytes
+from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.shards import local_shard
 from llmtrain.record.saver import write_model
+from tests.engines import parameter_bytes
 from tests.models.small_models import byte_tokenizer
 from tests.models.some_rows import SomeRows
 

@@ -96,7 +96,5 @@ def _evaluate(arguments: argparse.Namespace) -> dict[str, float]:
         source_rows=[*rows.eval_sources.values()],
     )
     model, eval_batches = accelerator.prepare(bundle.model, batches)
-    engine = engine_for(
-        accelerator.ranks, model, bundle.objective, lt.ParallelConfig(), accumulation=1
-    )
+    engine = engine_for(accelerator.ranks, model, bundle.objective, lt.ParallelConfig())
     return evaluate(engine, eval_batches, rows.metadata.eval_bytes, sources=rows.eval_sources)

@@ -146,7 +146,6 @@ class Training:
             self.model,
             objective=Objective(),
             config=parallel or ParallelConfig(),
-            accumulation=1,
         )
 
     def accumulate(self, batches: Sequence[Batch]) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from llmtrain.device_numbers import widest_dtype
 from llmtrain.errors import UserError, short_repr
 from llmtrain.interfaces.batches import Batch, count_targets
 from llmtrain.interfaces.callback import StopVote
@@ -145,7 +146,7 @@ class Engine:
         # A tensor copied from the host would make the host wait for the device.
         columns.append(torch.full_like(columns[0], vote))
         counts_integers = not columns[1].is_floating_point()
-        if self.device.type == "mps":  # it has no float64, and one process
+        if widest_dtype(self.device) != torch.float64:  # one process, on a Mac
             return StepTotals([column.sum() for column in columns], None, counts_integers)
 
         counts = torch.stack([column.double() for column in columns], dim=1)

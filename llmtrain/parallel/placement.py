@@ -19,8 +19,6 @@ from llmtrain.parallel.fsdp import ShardedEngine, parameter_groups, shard
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import fill, local_shard
 
-_MIB = 2**20
-
 
 def move_to_devices(ranks: Ranks, bundle: ModelBundle) -> ModelBundle:
     """Move a new model to this rank's device, or shard it if the accelerate config asks for it.
@@ -99,12 +97,7 @@ def place_sharded(ranks: Ranks, model: nn.Module, weights: Weights) -> None:
 
     replicas = f"{ranks.sharding.replicas} x " if ranks.sharding.replicas > 1 else ""
     units = len(parameter_groups(model))
-    local, full = parameter_bytes(model)
-    say(
-        "sharded",
-        f"FSDP2 over {replicas}{ranks.sharding.shards} processes in {units} units; "
-        f"this process holds {local / _MIB:.2f} of {full / _MIB:.2f} MiB of weights",
-    )
+    say("sharded", f"FSDP2 over {replicas}{ranks.sharding.shards} processes in {units} units")
 
 
 def _give_addresses(model: nn.Module) -> None:
@@ -129,16 +122,6 @@ def _make_real(parameters: Iterable[nn.Parameter], device: torch.device) -> None
         torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
 
 
-def parameter_bytes(model: nn.Module) -> tuple[int, int]:
-    """Return the bytes of this rank's shards of the parameters, and of the full parameters."""
-    local = 0
-    full = 0
-    for parameter in model.parameters():
-        full += parameter.numel() * parameter.element_size()
-        local += local_shard(parameter).numel() * parameter.element_size()
-    return local, full
-
-
 def parameter_counts(model: nn.Module) -> tuple[int, int]:
     """Return the number of parameters of a model, and how many of them are trained."""
     total = 0
@@ -159,7 +142,6 @@ def engine_for(
     model: nn.Module,
     objective: Objective,
     config: ParallelConfig,
-    accumulation: int,
 ) -> Engine:
     """Return the engine for the parallel method that the accelerate config asks for.
 
@@ -168,7 +150,6 @@ def engine_for(
         model: the model that ``accelerator.prepare`` returned.
         objective: the loss that is minimised.
         config: how ranks exchange gradients.
-        accumulation: how many micro-batches a step has.
     """
     if config.bitwise:
         return BitwiseEngine(ranks, model, objective=objective)
@@ -182,12 +163,4 @@ def engine_for(
             comm_hook=config.ddp_comm_hook,
         )
 
-    if accumulation > 1 and not config.sync_each_batch:
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        say(
-            "gradients",
-            f"add up in full over {accumulation} micro-batches, "
-            f"{4 * trained / 2**20:.1f} MiB per process, and are reduced once; "
-            "with --sync_each_batch a process holds only its shard",
-        )
     return ShardedEngine(ranks, model, objective=objective, sync_each_batch=config.sync_each_batch)

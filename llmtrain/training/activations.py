@@ -90,6 +90,11 @@ class ActivationBytes(NamedTuple):
     blocks: int
 
     @property
+    def in_first_block(self) -> float:
+        """Bytes when the first block's backward pass begins."""
+        return self.before_blocks + self.per_block * (self.blocks - 1)
+
+    @property
     def highest(self) -> PeakBytes:
         """The bytes at the peak of the whole micro-batch."""
         if self.peak.total < self.end_of_backward:

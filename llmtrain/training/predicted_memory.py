@@ -250,49 +250,42 @@ class Memory:
             every: which blocks compute their activations again, as in :meth:`activations`.
         """
         activations = self.activations(rows, sharding.is_sharded, every)
-        highest = activations.highest
-        other_blocks = activations.per_block * (activations.blocks - 1)
-        in_first_block = activations.before_blocks + other_blocks
-
         trained = [p for p in self.parameters if p.is_trained]
         weights = weight_bytes(self.parameters, sharding.shards)
         optimizer = float(sum(p.state_bytes(sharding.shards) for p in trained))
         reduced_gradients = weight_bytes(trained, sharding.shards)
 
-        reduces_each_batch = accumulation == 1 or not self.reduces_once
         gradients = reduced_gradients
-        if sharding.is_sharded and not reduces_each_batch:
-            gradients = float(sum(unit.gradients for unit in self.units))
-
-        # The gradients that are there when the last micro-batch begins: those of earlier ones. DDP
-        # keeps its buckets, in which gradients live, from step to step.
-        is_ddp = sharding.replicas > 1 and not sharding.is_sharded
-        earlier_gradients = gradients if accumulation > 1 or is_ddp else 0.0
-
-        buckets_at_loss = 0.0
+        buckets = 0.0
         buckets_in_backward = 0.0
+        is_ddp = sharding.replicas > 1 and not sharding.is_sharded
+        adds_up = accumulation > 1 and self.reduces_once
         if sharding.is_sharded:
-            buckets_at_loss, buckets_in_backward = self._gathered(reduces_each_batch)
-        elif is_ddp and not reduces_each_batch:
-            # Gradients that accumulate over micro-batches need memory besides the buckets.
-            buckets_at_loss = gradients
-            buckets_in_backward = gradients
+            buckets, buckets_in_backward = self._gathered(adds_up)
+            if adds_up:
+                gradients = float(sum(unit.gradients for unit in self.units))
+        elif is_ddp and adds_up:
+            # Gradients that add up over micro-batches need memory besides the buckets.
+            buckets = buckets_in_backward = gradients
 
-        at_loss = earlier_gradients + highest.total + buckets_at_loss
-        in_backward = earlier_gradients + in_first_block + buckets_in_backward
+        # The gradients of earlier micro-batches are there when the last one begins. DDP keeps its
+        # buckets, in which gradients live, from step to step.
+        earlier_gradients = gradients if accumulation > 1 or is_ddp else 0.0
+        at_loss = earlier_gradients + activations.highest.total + buckets
+        in_backward = earlier_gradients + activations.in_first_block + buckets_in_backward
         at_end_of_backward = gradients + activations.end_of_backward + buckets_in_backward
         in_step = reduced_gradients + self._step_bytes(sharding.shards)
         return Bytes(
             weights=weights,
             gradients=gradients,
             optimizer=optimizer,
-            activations=highest.activations,
-            logits=highest.logits,
-            buckets=buckets_at_loss,
+            activations=activations.highest.activations,
+            logits=activations.highest.logits,
+            buckets=buckets,
             total=weights + optimizer + max(at_loss, in_backward, at_end_of_backward, in_step),
         )
 
-    def _gathered(self, reduces_each_batch: bool) -> tuple[float, float]:
+    def _gathered(self, adds_up: bool) -> tuple[float, float]:
         """Return the bytes that FSDP2 gathers and reduces, at the loss and in the backward pass.
 
         At the loss, a process holds the units that stay gathered, and one more.
@@ -302,14 +295,14 @@ class Memory:
         over micro-batches, the gradient is counted elsewhere.
 
         Args:
-            reduces_each_batch: whether this micro-batch's gradient is reduced as it comes.
+            adds_up: whether gradients accumulate.
         """
         staying = sum(unit.weights for unit in self.units if unit.stays_gathered)
         freed = [unit for unit in self.units if not unit.stays_gathered]
         largest_weights = max((unit.weights for unit in freed), default=0)
         largest_gradients = max((unit.gradients for unit in freed), default=0)
 
-        gradient_copies = 2 if reduces_each_batch else 1
+        gradient_copies = 1 if adds_up else 2
         in_backward = staying + 2 * largest_weights + gradient_copies * largest_gradients
         return float(staying + largest_weights), float(in_backward)
 

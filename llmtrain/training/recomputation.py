@@ -115,7 +115,11 @@ def least_recomputation(
     Raises:
         UserError: if the activations depend on the values of tensors.
     """
-    without = memory.bytes_of(sharding, rows, accumulation, every=0).total
+
+    def needed_bytes(every: int) -> float:
+        return memory.bytes_of(sharding, rows, accumulation, every).total
+
+    without = needed_bytes(every=0)
     limit = size_text(device_bytes)
     if without <= device_bytes:
         return Recomputation(0, f"no block: the run needs {size_text(without)} of {limit}")
@@ -129,12 +133,10 @@ def least_recomputation(
     blocks = memory.activations(rows, sharding.is_sharded, every=0).blocks
     # For each number of blocks, the smallest `every` that recomputes no more of them: a larger one
     # may recompute the last block, too, for which more memory is needed.
-    choices = {-(-blocks // count) for count in range(1, blocks + 1)}
-    for every in sorted(choices, reverse=True):
-        needed = memory.bytes_of(sharding, rows, accumulation, every).total
-        if needed <= device_bytes:
-            break
-
+    choices = sorted({-(-blocks // count) for count in range(1, blocks + 1)}, reverse=True)
+    fitting = (every for every in choices if needed_bytes(every) <= device_bytes)
+    every = next(fitting, 1)
+    needed = needed_bytes(every)
     which = "all blocks" if every == 1 else f"{-(-blocks // every)} of {blocks} blocks"
     reason = f"the run needs {size_text(needed)} of {limit}, and {size_text(without)} without"
     if needed > device_bytes:

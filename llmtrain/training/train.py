@@ -69,7 +69,6 @@ def make_engine(run: Run, model: nn.Module) -> Engine:
         model,
         objective=run.parts.objective,
         config=run.settings.parallel,
-        accumulation=run.layout.accumulation,
     )
 
 

@@ -37,11 +37,11 @@ from llmtrain.observe.replicas import check_replicas
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import parameter_groups
-from llmtrain.parallel.placement import engine_for, move_to_devices, parameter_bytes
+from llmtrain.parallel.placement import engine_for, move_to_devices
 from llmtrain.parallel.ranks import ranks_of
 from llmtrain.record.saver import write_model
 from llmtrain.training.step import train_step
-from tests.engines import split
+from tests.engines import parameter_bytes, split
 from tests.families import OVERRIDES, rows_of
 
 LENGTH = 24
@@ -236,7 +236,6 @@ def train(
         prepared,
         objective=bundle.objective,
         config=ParallelConfig(sync_each_batch="each" in case.options),
-        accumulation=case.micro_batches,
     )
     results: dict[str, Any] = {
         "losses": [],

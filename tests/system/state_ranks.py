@@ -91,7 +91,6 @@ class Training:
             prepared,
             objective=bundle.objective,
             config=ParallelConfig(),
-            accumulation=1,
         )
         self.model = self.engine.unwrapped
         self.state = OptimizerState(self.model, self.optimizer.optimizer)
