@@ -220,9 +220,8 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.end_of_backward = 0
         self.after_block: list[int] = []
 
-        self._kind = "activations"  # of new tensors
+        self._moment = ""  # "logits", between the passes of the last block; or "first block"
         self._bytes: Counter[str] = Counter()
-        self._in_first_backward = False
         # What each storage has added: the kind, and bytes.
         self._counted = {
             tensor.untyped_storage()._cdata: _NOT_COUNTED
@@ -257,13 +256,14 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._counted:
             return
 
+        kind = "logits" if self._moment == "logits" else "activations"
         size = storage.nbytes()
-        self._counted[key] = (self._kind, size)
+        self._counted[key] = (kind, size)
         weakref.finalize(storage, self._on_free, key)
 
-        self._bytes[self._kind] += size
+        self._bytes[kind] += size
         total = self._bytes.total()
-        if self._in_first_backward:
+        if self._moment == "first block":
             self.end_of_backward = max(self.end_of_backward, total)
         elif total > self.peak.total():
             self.peak = self._bytes.copy()
@@ -292,23 +292,21 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.after_block.append(self._bytes.total())
         hidden = output[0] if isinstance(output, tuple) else output
 
-        is_first = len(self.after_block) == 1
-        if is_first and hidden.requires_grad:
-            hidden.register_hook(self._on_first_backward)  # type: ignore[no-untyped-call]
-
         # From here to the last block's backward pass, new tensors belong to the logits.
-        is_last = len(self.after_block) == len(self._blocks)
-        if is_last:
-            self._kind = "logits"
-            hidden.register_hook(self._on_last_backward)  # type: ignore[no-untyped-call]
+        if len(self.after_block) == len(self._blocks):
+            self._moment = "logits"
+            self._begin_with_gradient(hidden, "backward")
+        # The first block is the last one in the backward pass.
+        if len(self.after_block) == 1 and hidden.requires_grad:
+            self._begin_with_gradient(hidden, "first block")
 
-    def _on_first_backward(self, gradient: torch.Tensor) -> None:
-        """Note that the backward pass of the first block begins; it is the last to run."""
-        self._in_first_backward = True
+    def _begin_with_gradient(self, hidden: torch.Tensor, moment: str) -> None:
+        """Note that a moment begins when the gradient of a block's output is there."""
 
-    def _on_last_backward(self, gradient: torch.Tensor) -> None:
-        """Note that the backward pass of the last block begins; it is the first to run."""
-        self._kind = "activations"
+        def begin(gradient: torch.Tensor) -> None:
+            self._moment = moment
+
+        hidden.register_hook(begin)  # type: ignore[no-untyped-call]
 
 
 def _fake_copy(

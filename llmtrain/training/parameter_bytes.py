@@ -1,20 +1,13 @@
 """Bytes of parameters, of their gradients and of their optimizer state, when they are sharded.
 
-They follow from the shapes of the parameters, as :func:`llmtrain.parallel.fsdp.shard` and DDP keep
-them.
+They follow from the shapes of the parameters.
 """
 
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
-from torch import nn
-
-from llmtrain.parallel.fsdp import units_of
-from llmtrain.training.muon import Muon
-from llmtrain.training.optim import OptimizerKind
 
 FLOAT32_BYTES = 4
 BF16_BYTES = 2
@@ -82,71 +75,6 @@ class UnitBytes(NamedTuple):
     def gradients(self) -> int:
         """Bytes of the full gradients, which FSDP2 adds up and reduces in float32."""
         return sum(p.numel() * FLOAT32_BYTES for p in self.parameters if p.is_trained)
-
-
-def parameters_of(
-    model: nn.Module,
-    optimizer: OptimizerKind,
-    *,
-    has_bf16_weights: bool,
-    muon_matrices: Collection[nn.Parameter],
-) -> list[LocalParameter]:
-    """Return each parameter of a model, before FSDP2 shards it.
-
-    Args:
-        model: the model, which may not be placed yet.
-        optimizer: trains it.
-        has_bf16_weights: whether placing the model turns the trained weights into bfloat16.
-        muon_matrices: the parameters that Muon trains instead.
-    """
-    muon_ids = {id(p) for p in muon_matrices}
-    parameters = []
-    for name, p in model.named_parameters():
-        is_cast = has_bf16_weights and p.requires_grad
-        weights = torch.empty(p.shape, dtype=torch.bfloat16 if is_cast else p.dtype, device="meta")
-        is_muon = id(p) in muon_ids
-        initial_state = Muon.initial_state if is_muon else optimizer.initial_state
-        rows, *row_shape = p.shape or [1]
-        parameters.append(
-            LocalParameter(
-                name=name,
-                rows=rows,
-                row_numel=math.prod(row_shape),
-                element_bytes=weights.element_size(),
-                is_trained=p.requires_grad,
-                is_muon=is_muon,
-                state=initial_state(weights) if p.requires_grad else {},
-            )
-        )
-    return parameters
-
-
-def units_of_model(
-    model: nn.Module, parameters: list[LocalParameter], bf16: bool
-) -> list[UnitBytes]:
-    """Return the units that FSDP2 gathers. The last one is the rest of the model.
-
-    Args:
-        model: the model.
-        parameters: its parameters, in the order of the model.
-        bf16: whether autocast computes in bfloat16.
-
-    Raises:
-        UserError: if the model has no blocks.
-    """
-    remaining = dict(zip(model.parameters(), parameters, strict=True))
-    units = []
-    for unit in units_of(model, separate_norms=bf16):
-        # A parameter belongs to the first unit that has it.
-        units.append(
-            UnitBytes(
-                parameters=[remaining.pop(p) for p in unit.parameters() if p in remaining],
-                is_bf16=unit.is_autocast and bf16,
-                stays_gathered=unit.starts_backward,
-            )
-        )
-    rest = UnitBytes(parameters=[*remaining.values()], is_bf16=False, stays_gathered=True)
-    return [*units, rest]
 
 
 def weight_bytes(parameters: list[LocalParameter], shards: int) -> float:

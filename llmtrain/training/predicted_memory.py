@@ -6,9 +6,11 @@ the activations.
 """
 
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from llmtrain.config.flags import value_of
@@ -17,6 +19,7 @@ from llmtrain.errors import UserError, first_line
 from llmtrain.interfaces.objective import Objective
 from llmtrain.interfaces.part import name_of
 from llmtrain.observe.throughput import CountsFlops
+from llmtrain.parallel.fsdp import units_of
 from llmtrain.parallel.ranks import Sharding
 from llmtrain.training.activations import (
     ActivationBytes,
@@ -25,15 +28,13 @@ from llmtrain.training.activations import (
     with_some_recomputed,
 )
 from llmtrain.training.adamw import CHUNK_BYTES, CHUNK_NUMEL
-from llmtrain.training.muon import batches_of
+from llmtrain.training.muon import Muon, batches_of
 from llmtrain.training.optim import OPTIMIZERS, OptimizerKind, hidden_matrices
 from llmtrain.training.parameter_bytes import (
     BF16_BYTES,
     FLOAT32_BYTES,
     LocalParameter,
     UnitBytes,
-    parameters_of,
-    units_of_model,
     weight_bytes,
 )
 from llmtrain.training.settings import Settings
@@ -154,12 +155,27 @@ class Memory:
     @functools.cached_property
     def parameters(self) -> list[LocalParameter]:
         """Each parameter, before FSDP2 shards it."""
-        return parameters_of(
-            self.recipe.model,
-            self.optimizer,
-            has_bf16_weights=self.has_bf16_weights,
-            muon_matrices=self._muon_matrices,
-        )
+        muon_ids = {id(p) for p in self._muon_matrices}
+        parameters = []
+        for name, p in self.recipe.model.named_parameters():
+            # Placing the model turns its weights into bfloat16.
+            dtype = torch.bfloat16 if self.has_bf16_weights and p.requires_grad else p.dtype
+            weights = torch.empty(p.shape, dtype=dtype, device="meta")
+            is_muon = id(p) in muon_ids
+            initial_state = Muon.initial_state if is_muon else self.optimizer.initial_state
+            rows, *row_shape = p.shape or [1]
+            parameters.append(
+                LocalParameter(
+                    name=name,
+                    rows=rows,
+                    row_numel=math.prod(row_shape),
+                    element_bytes=weights.element_size(),
+                    is_trained=p.requires_grad,
+                    is_muon=is_muon,
+                    state=initial_state(weights) if p.requires_grad else {},
+                )
+            )
+        return parameters
 
     @functools.cached_property
     def units(self) -> list[UnitBytes]:
@@ -168,7 +184,20 @@ class Memory:
         Raises:
             UserError: if the model has no blocks.
         """
-        return units_of_model(self.recipe.model, self.parameters, bf16=self.bf16)
+        model = self.recipe.model
+        remaining = dict(zip(model.parameters(), self.parameters, strict=True))
+        units = []
+        for unit in units_of(model, separate_norms=self.bf16):
+            # A parameter belongs to the first unit that has it.
+            units.append(
+                UnitBytes(
+                    parameters=[remaining.pop(p) for p in unit.parameters() if p in remaining],
+                    is_bf16=unit.is_autocast and self.bf16,
+                    stays_gathered=unit.starts_backward,
+                )
+            )
+        rest = UnitBytes(parameters=[*remaining.values()], is_bf16=False, stays_gathered=True)
+        return [*units, rest]
 
     @functools.cached_property
     def _muon_matrices(self) -> list[nn.Parameter]:

@@ -21,8 +21,8 @@ from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.ranks import Sharding
 from llmtrain.training import activations
 from llmtrain.training.activations import ActivationBytes, MicroBatch, count_activations
-from llmtrain.training.optim import OPTIMIZERS, make_optimizer
-from llmtrain.training.parameter_bytes import LocalParameter, UnitBytes, parameters_of
+from llmtrain.training.optim import make_optimizer
+from llmtrain.training.parameter_bytes import LocalParameter, UnitBytes
 from llmtrain.training.predicted_memory import Memory, RecipeModel
 from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.training.settings import OptimConfig
@@ -77,10 +77,9 @@ def test_the_predicted_bytes_are_those_of_a_step(
 
 def test_moments_in_8_bits_are_sharded_by_rows() -> None:
     """On three processes, 1,000 rows of 64 numbers are at most 334 rows with codes and scales."""
-    model = nn.Linear(64, 1000)
-    weight, bias = parameters_of(
-        model, OPTIMIZERS["adamw_torch_8bit"], has_bf16_weights=False, muon_matrices=[]
-    )
+    predicted = memory("adamw_torch_8bit")
+    predicted.recipe = predicted.recipe._replace(model=nn.Linear(64, 1000))
+    weight, bias = predicted.parameters
 
     count_of_steps = 4
     assert weight.state_bytes(shards=3) == 334 * (2 * 64 + 2 * 4) + count_of_steps
