@@ -48,7 +48,11 @@ def compile_blocks(engine: Engine, batch: Batch, shapes: int) -> None:
     Raises:
         UserError: if the compiler fails.
     """
-    _allow_shapes(shapes)
+    # From the ninth shape on, torch would run eager code for new shapes, which rounds differently.
+    # The result would then depend on which shapes came first since the last start of the run. A
+    # function may also be compiled again for other reasons than its shapes.
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * shapes)
     _compile(engine.model)
     try:
         _try(engine, batch)
@@ -75,17 +79,6 @@ def eager_code(model: nn.Module) -> Iterator[None]:
     finally:
         for block, forward in compiled.items():
             block.forward = forward
-
-
-def _allow_shapes(shapes: int) -> None:
-    """Let torch compile a function for that many shapes.
-
-    From the ninth shape on, torch would run eager code for new shapes, which rounds differently.
-    The result would then depend on which shapes came first since the last start of the run.
-    """
-    # A function may also be compiled again for other reasons than its shapes.
-    limit = 2 * shapes
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
 
 
 def _compile(model: nn.Module, backend: str = "inductor") -> None:

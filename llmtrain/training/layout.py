@@ -188,15 +188,11 @@ def _fit_warmup(optim: OptimConfig) -> None:
         UserError: if the user asked for a longer warmup.
     """
     optim.check_warmup()
-    is_fraction = optim.warmup_steps < 1
-    share = optim.warmup_steps if is_fraction else _WARMUP_SHARE
     most = optim.max_steps - 1
-    steps = min(_steps_of(share, optim.max_steps), most)
-    if is_fraction:
-        optim.warmup_steps = steps
-    elif optim.warmup_steps <= most:
-        optim.warmup_steps = int(optim.warmup_steps)
+    if optim.warmup_steps < 1 or optim.warmup_steps <= most:
+        optim.warmup_steps = min(_steps_of(optim.warmup_steps, optim.max_steps), most)
     else:
+        steps = min(_steps_of(_WARMUP_SHARE, optim.max_steps), most)
         length = pluralize(optim.max_steps, "step")
         optim.set_default("warmup_steps", steps, f"the run has only {length}")
 

@@ -77,8 +77,8 @@ class Muon(torch.optim.Optimizer):
         """Update all matrices that have a gradient."""
         found_inf = found_inf_of(self)
 
-        # Applies the results that the ranks are sending.
-        apply_pending: Callable[[], None] | None = None
+        # Updates whose results the ranks are sending.
+        pending: list[Callable[[], None]] = []
         for group in self.param_groups:
             with_gradient = [p for p in group["params"] if p.grad is not None]
             for matrices in batches_of(with_gradient):
@@ -88,18 +88,12 @@ class Muon(torch.optim.Optimizer):
                 momenta = torch.stack([self._momentum(p, group, skip) for p in matrices])
                 momenta = momenta.to(group["dtype"] or momenta.dtype)
                 results, work = self._orthogonal(momenta)
+                pending.append(functools.partial(self._apply, matrices, group, results, skip, work))
                 # While the ranks send these results, apply the previous ones.
-                if apply_pending is not None:
-                    apply_pending()
-                    apply_pending = None
-                if work is None:
-                    self._apply(matrices, group, results, skip)
-                else:
-                    apply_pending = functools.partial(
-                        self._apply, matrices, group, results, skip, work
-                    )
-        if apply_pending is not None:
-            apply_pending()
+                while len(pending) > (0 if work is None else 1):
+                    pending.pop(0)()
+        for apply in pending:
+            apply()
 
     def _momentum(
         self, p: nn.Parameter, group: dict[str, Any], skip: torch.Tensor | None
@@ -151,7 +145,7 @@ class Muon(torch.optim.Optimizer):
         group: dict[str, Any],
         results: torch.Tensor,
         skip: torch.Tensor | None,
-        work: dist.Work | None = None,
+        work: dist.Work | None,
     ) -> None:
         """Update a batch of matrices.
 
@@ -160,7 +154,7 @@ class Muon(torch.optim.Optimizer):
             group: their group.
             results: their orthogonal momenta [N, m, n], m at most n; N may exceed their number.
             skip: a boolean scalar. If it is true, nothing is changed.
-            work: gathers the results.
+            work: gathers the results, if the ranks share them.
         """
         if work is not None:
             work.wait()
