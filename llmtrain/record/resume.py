@@ -279,7 +279,7 @@ def _resume_point(
 
 
 def _state_to_take_over(path: Path, request: _Request, is_own: bool) -> JsonObject:
-    """Return what a run takes over of the ``state.json`` of a checkpoint, its own or another run's."""
+    """Return what a run takes over of the ``state.json`` of a checkpoint."""
     state = checkpoint.read_state(path)
     if not is_own:
         # The other run may delete its best checkpoint before this one ends.

@@ -5,6 +5,7 @@ The blocks of a model run the same code, so torch.compile compiles it once for a
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,9 +69,9 @@ def eager_code(model: nn.Module) -> Iterator[None]:
 
     An evaluation has other shapes, for which the blocks would be compiled again.
     """
-    compiled = {}
+    compiled: dict[nn.Module, Any] = {}
     for block in blocks_of(model):
-        forward = vars(block).get("forward")  # which may also be one of the user
+        forward: Any = vars(block).get("forward")  # which may also be one of the user
         if hasattr(forward, "_torchdynamo_orig_callable"):
             compiled[block] = forward
             block.forward = forward._torchdynamo_orig_callable
