@@ -6,7 +6,7 @@ They hold safetensors and JSON only:
       model/            what from_pretrained loads; if the model is sharded, a file of each rank
       optimizer/        state of the optimizer: safetensors, and structure.json for all else
       parts/NAME/       state of what the user brings, likewise
-      state.json        format version, step, tokens, fingerprint, layout
+      state.json        format version, step, tokens, fingerprint, best evaluation
       MANIFEST.json     format version; bytes and sha256 of every file above
 
 :class:`llmtrain.record.saver.Saver` writes them. This module finds, lists, checks and
@@ -205,11 +205,10 @@ def prune(folder: Path, keep: int, verified: Collection[Path]) -> None:
         verified: the checkpoints that this process has written, or read completely.
     """
     paths = checkpoints(folder)
-    kept = {*paths[-max(keep, 1) :], *[path for path in paths if path in verified][-2:]}
+    kept = {*paths[-keep:], *[path for path in paths if path in verified][-2:]}
     try:
         losses = eval_losses(paths)
-        if losses:
-            kept.add(min(losses, key=losses.__getitem__))
+        kept.add(min(losses, key=losses.__getitem__, default=paths[-1]))
         best = read_object(paths[-1] / "state.json").get("best")  # see `Patience.state`
         if best:
             kept.add(path_of(folder, best["step"]))

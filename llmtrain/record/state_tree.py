@@ -1,4 +1,7 @@
-"""A state as JSON and named tensors, and back with the same types. No pickle is involved.
+"""A state as JSON and named tensors, and back. No pickle is involved.
+
+All values come back with their types, but ordered dictionaries as dictionaries, and parameters as
+tensors.
 
 Numbers, strings, booleans, ``None``, lists, and dictionaries with strings as keys are JSON. Other
 values are objects with a single key:
