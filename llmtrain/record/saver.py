@@ -83,11 +83,6 @@ class Saver:
         self.ranks = tuple(rank for rank, answer in enumerate(answers) if answer)
 
     @property
-    def saves_alone(self) -> bool:
-        """Whether rank 0 saves without the other ranks."""
-        return self.team.group is None
-
-    @property
     def failed(self) -> bool:
         """Whether a save in the background has failed. :meth:`wait` will raise its error."""
         pending = self._pending

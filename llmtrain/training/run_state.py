@@ -232,7 +232,7 @@ def write_model(run: Run, engine: Engine, target: Path) -> None:
     check_range(model, files, run.ranks)
 
     def write() -> None:
-        if run.saver.saves_alone:
+        if not run.ranks.is_sharded:
             saver.write_model(target, files, files.export_tensors(model))
             return
         saver.write_model(
@@ -257,10 +257,8 @@ def _on_saving_ranks(run: Run, action: Callable[[], None]) -> None:
 
     An error of one rank is raised on all ranks.
     """
-    if run.saver.saves_alone:
-        run.ranks.on_main(action)
-    else:
-        run.ranks.on_all(action)
+    run_together = run.ranks.on_all if run.ranks.is_sharded else run.ranks.on_main
+    run_together(action)
 
 
 def check_finite(model: nn.Module, ranks: Ranks) -> None:
