@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -18,7 +18,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
 
 from llmtrain.interfaces.model import RecomputesBlocks, block_classes
 from llmtrain.interfaces.objective import Objective
@@ -337,10 +336,11 @@ def _fake_copy(
     for module in shallow.modules():
         if isinstance(module, nn.ModuleList) and no_block in [*module]:
             del module[depth:]
+    config: Any = getattr(shallow, "config", None)
     if isinstance(shallow, GPT):
-        shallow.config.n_layer = depth
-    elif isinstance(shallow, PreTrainedModel):
-        shallow.config.get_text_config().num_hidden_layers = depth
+        config.n_layer = depth
+    elif hasattr(config, "get_text_config"):  # a model of transformers
+        config.get_text_config().num_hidden_layers = depth
     return shallow
 
 

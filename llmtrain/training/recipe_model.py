@@ -66,10 +66,8 @@ def _run_main(recipe: str, flags: list[str]) -> None:
     """Load a recipe, and call its ``main``.
 
     Raises:
-        UserError: if there is no such file, or no ``main`` in it.
+        UserError: if there is no ``main`` in it.
     """
-    if not Path(recipe).is_file():
-        raise UserError(f"{recipe}: there is no such file; give the path of a recipe.")
     main = runpy.run_path(recipe, run_name="llmtrain.recipe").get("main")
     if not callable(main):
         raise UserError(

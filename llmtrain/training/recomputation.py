@@ -3,8 +3,6 @@
 ``--gradient_checkpointing auto`` decides it when a run starts. A resumed run keeps the choice.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from llmtrain.config.flags import value_of
@@ -20,10 +18,8 @@ from llmtrain.interfaces.model import (
 from llmtrain.parallel.ranks import Ranks, Sharding
 from llmtrain.quantities import size_text
 from llmtrain.training.layout import Layout
+from llmtrain.training.predicted_memory import Memory, RecipeModel
 from llmtrain.training.settings import Settings
-
-if TYPE_CHECKING:
-    from llmtrain.training.predicted_memory import Memory
 
 
 def choose_recomputation(
@@ -53,16 +49,8 @@ def choose_recomputation(
     elif ranks.sharding.cpu_offload and can_recompute(bundle.model):
         chosen = Recomputation(1, "all blocks, because weights are offloaded")
     else:
-        # This imports much of transformers and takes a second, which a CPU need not wait for.
-        from llmtrain.training.predicted_memory import Memory, RecipeModel
-
-        recipe = RecipeModel(
-            model=bundle.model,
-            settings=settings,
-            precision=ranks.accelerator.mixed_precision,
-            rows=rows,
-            objective=bundle.objective,
-        )
+        precision = ranks.accelerator.mixed_precision
+        recipe = RecipeModel(bundle.model, settings, precision, rows, bundle.objective)
         try:
             chosen = least_recomputation(
                 Memory.of(recipe, on_gpu=ranks.device.type == "cuda"),
@@ -94,7 +82,7 @@ def usable_bytes(ranks: Ranks) -> float | None:
 
 
 def least_recomputation(
-    memory: "Memory",
+    memory: Memory,
     sharding: Sharding,
     *,
     rows: int,

@@ -1,7 +1,7 @@
 """Functions that recipes call to start a run: make the Accelerator, the model and the loaders."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -28,13 +28,11 @@ from llmtrain.seeds import seed_of
 from llmtrain.training.layout import Layout, describe_steps, fit_to_rows
 from llmtrain.training.opening import open_run
 from llmtrain.training.optim import make_optimizer
+from llmtrain.training.predicted_memory import RecipeModel
 from llmtrain.training.recomputation import choose_recomputation
 from llmtrain.training.run import Run
 from llmtrain.training.settings import Settings
 from llmtrain.training.train import train
-
-if TYPE_CHECKING:
-    from llmtrain.training.predicted_memory import RecipeModel
 
 S = TypeVar("S", bound=Settings)
 # Builds a model, given the settings, the rows and the mixed precision.
@@ -49,7 +47,7 @@ class PlannedModel(BaseException):
     Code of a recipe that catches every :class:`Exception` does not catch it.
     """
 
-    def __init__(self, recipe: "RecipeModel") -> None:
+    def __init__(self, recipe: RecipeModel) -> None:
         super().__init__()
         self.recipe = recipe
 
@@ -110,12 +108,7 @@ def place(
                 f"the recipe builds its model from values of weights, and a plan has none: "
                 f"{first_line(error)}"
             ) from error
-        # This imports much of transformers and takes a second, which a run need not wait for.
-        from llmtrain.training.predicted_memory import RecipeModel
-
-        raise PlannedModel(
-            RecipeModel(bundle.model, settings, precision, rows, objective=bundle.objective)
-        )
+        raise PlannedModel(RecipeModel(bundle.model, settings, precision, rows, bundle.objective))
 
     ranks = ranks_of(accelerator)
     layout = Layout.of(settings.data, ranks.world_size, bitwise=settings.parallel.bitwise)
