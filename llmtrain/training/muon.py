@@ -124,10 +124,10 @@ class Muon(torch.optim.Optimizer):
             gathering to wait for, if there is one.
         """
         # With fewer matrices than ranks, sending them would cost more than it saves.
-        world_size = self.ranks.world_size if self.ranks is not None else 1
-        if self.ranks is None or world_size == 1 or len(momenta) < world_size:
+        if self.ranks is None or not 1 < self.ranks.world_size <= len(momenta):
             return orthogonal(momenta), None
 
+        world_size = self.ranks.world_size
         share = -(-len(momenta) // world_size)
         start = self.ranks.rank * share
         own_momenta = momenta[start : start + share]

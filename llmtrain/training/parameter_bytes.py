@@ -80,18 +80,3 @@ class UnitBytes(NamedTuple):
 def weight_bytes(parameters: list[LocalParameter], shards: int) -> float:
     """Return the bytes of the largest of ``shards`` shards of the weights."""
     return float(sum(p.numel(shards) * p.element_bytes for p in parameters))
-
-
-def bytes_per_parameter(parameters: list[LocalParameter]) -> dict[str, float]:
-    """Return the bytes of a trained parameter by kind, in the mean of all parameters of a model."""
-    trained = [p for p in parameters if p.is_trained]
-    numel = sum(p.numel() for p in trained) or 1
-    weights = weight_bytes(trained, shards=1) / numel
-    compensation = sum(p.state["compensation"].nbytes for p in trained if "compensation" in p.state)
-    state = sum(p.state_bytes() for p in trained)
-    return {
-        "weights": weights,
-        "gradients": weights,
-        "moments": (state - compensation) / numel,
-        "compensation": compensation / numel,
-    }

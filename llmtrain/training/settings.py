@@ -143,10 +143,6 @@ class OptimConfig(Config):
             require_above(self, 0, "num_train_epochs")
             require_at_most(self, 1_000_000, "num_train_epochs")
         _check_steps(self, 0, "warmup_steps")
-        self._check_schedule()
-
-    def _check_schedule(self) -> None:
-        """Raise :class:`UserError` if the flags of the schedule contradict each other."""
         schedule = self.lr_scheduler_type
         if schedule == "constant" and self.min_lr > 0:
             raise UserError(

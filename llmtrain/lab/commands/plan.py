@@ -136,9 +136,18 @@ def as_json(plan: "Plan") -> JsonObject:
 
 
 def _bytes_per_parameter(plan: "Plan") -> dict[str, float]:
-    from llmtrain.training.parameter_bytes import bytes_per_parameter
-
-    return bytes_per_parameter(plan.memory.parameters)
+    """Return the bytes of a trained parameter by kind, in the mean of all parameters."""
+    trained = [p for p in plan.memory.parameters if p.is_trained]
+    numel = sum(p.numel() for p in trained) or 1
+    weights = float(sum(p.numel() * p.element_bytes for p in trained)) / numel
+    compensation = sum(p.state["compensation"].nbytes for p in trained if "compensation" in p.state)
+    state = sum(p.state_bytes() for p in trained)
+    return {
+        "weights": weights,
+        "gradients": weights,
+        "moments": (state - compensation) / numel,
+        "compensation": compensation / numel,
+    }
 
 
 def fit_as_json(fit: "Fit") -> JsonObject:
