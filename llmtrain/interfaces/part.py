@@ -12,9 +12,10 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from llmtrain.errors import UserError
+from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text
 from llmtrain.interfaces.batches import Batch
 from llmtrain.json_types import JsonObject
@@ -76,20 +77,32 @@ def settings_of(part: Part) -> JsonObject | None:
     for the defaults of this package's own classes.
 
     Raises:
-        UserError: if settings that the part gives itself are not JSON.
+        UserError: if settings that the part gives itself are no dictionary of JSON, or fail.
     """
-    settings = part.settings
+    name = name_of(part)
+    if hasattr(type(part), "fingerprint"):
+        raise UserError(f"{name} has a `fingerprint`; call it `settings`, which are read instead.")
+    try:
+        settings = part.settings
+    except Exception as error:  # the part is the user's own code
+        raise UserError(f"the settings of {name} failed: {first_line(error)}") from error
     if settings is None:
         return None
     class_name = type(part).__name__
     if isinstance(settings, Mapping):
         entries = json_entries(settings)
-        for key in settings.keys() - entries.keys():
-            raise UserError(
-                f"the settings of {name_of(part)} have a {type(settings[key]).__name__} as {key}; "
-                "use numbers, strings, lists and dictionaries."
-            )
+        for key, value in settings.items():
+            if not isinstance(key, str) or key not in entries:
+                raise UserError(
+                    f"the settings of {name} have a {type(value).__name__} as {key}; use numbers, "
+                    "strings, lists and dictionaries, and strings as keys."
+                )
         return {"class": class_name, **entries}
+    if settings is not Part.settings:
+        raise UserError(
+            f"the settings of {name} are a {type(settings).__name__}; give a dictionary of JSON, "
+            "or None if the part changes nothing."
+        )
 
     fields: dict[str, Any] = {}
     for owner in reversed(type(part).__mro__):
@@ -108,13 +121,17 @@ def is_own(owner: type) -> bool:
 def json_entries(values: Mapping[str, Any]) -> JsonObject:
     """Return the values that are JSON or dataclasses of it, by name. Others are left out."""
 
-    def fields_of(value: Any) -> JsonObject:
+    def as_json(value: Any) -> Any:
+        if isinstance(value, Integral):  # of numpy
+            return int(value)
+        if isinstance(value, Real):
+            return float(value)
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
     entries: JsonObject = {}
-    for name in sorted(values):
+    for name in sorted(values, key=str):
         with contextlib.suppress(TypeError, ValueError):
-            entries[name] = json.loads(json_text(values[name], default=fields_of))
+            entries[name] = json.loads(json_text(values[name], default=as_json))
     return entries
 
 

@@ -163,7 +163,7 @@ def _usable_record(folder: Path, request: _Request) -> JsonObject | None:
     record = read_versioned(folder / "run.json")
     if request.run_id not in (None, record.get("run_id")):
         return None
-    if request.resume == "auto":
+    if request.named is None:
         check_resumable(folder / "run.json")
     if record.get("fingerprint_sha256") != request.fingerprint_sha256:
         return None

@@ -62,19 +62,22 @@ def flatten(value: Any, path: str, owner: str, tensors: dict[str, torch.Tensor])
         return plain
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
-    # Two paths are the same if a key contains a dot.
-    if isinstance(value, torch.Tensor) and _is_storable(value) and path not in tensors:
+    if isinstance(value, torch.Tensor) and _is_storable(value):
+        if path in tensors:  # if a key contains a dot
+            raise UserError(f"{owner} keeps two tensors by the name {path}; rename a key.")
         tensors[path] = value.detach()
         return {"$tensor": path}
 
-    if kind in (list, tuple, set):
+    contains_itself = len(path) > 1000
+    if kind in (list, tuple, set) and not contains_itself:
         items = sorted(value, key=repr) if kind is set else value
         content = [
             flatten(item, f"{path}[{index}]", owner, tensors) for index, item in enumerate(items)
         ]
         return content if kind is list else {f"${kind.__name__}": content}
 
-    if kind in (dict, OrderedDict) and all(type(key) in (str, int) for key in value):
+    has_keys = kind in (dict, OrderedDict) and all(type(key) in (str, int) for key in value)
+    if has_keys and not contains_itself:
         flat = {}
         for key, item in value.items():
             parent = f"{path}." if path else ""
@@ -85,7 +88,7 @@ def flatten(value: Any, path: str, owner: str, tensors: dict[str, torch.Tensor])
 
     form = f" of {value.dtype} ({value.layout})" if isinstance(value, torch.Tensor) else ""
     raise UserError(
-        f"{owner} keeps a {kind.__name__}{form} in {path or 'its state'}, which a checkpoint "
+        f"{owner} keeps a {kind.__name__}{form} in {path[:100] or 'its state'}, which a checkpoint "
         "cannot hold; use tensors, numbers, strings, None, lists, tuples, sets, and dictionaries "
         "with strings or integers as keys."
     )

@@ -375,7 +375,8 @@ class LoopCallback(Callback):
 
 def _has_own(callback: Callback, method: str) -> bool:
     """Return whether a callback has a method of its own, instead of the one that does nothing."""
-    return getattr(type(callback), method) is not getattr(Callback, method)
+    is_of_class = getattr(type(callback), method) is not getattr(Callback, method)
+    return is_of_class or method in vars(callback)
 
 
 def _seed_dropout(engine: Engine, seed: int, step: int) -> None:

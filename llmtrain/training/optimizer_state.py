@@ -9,11 +9,10 @@ from torch.distributed.tensor import DTensor
 from llmtrain.console import say
 from llmtrain.errors import UserError, short_repr
 from llmtrain.interfaces.model import Weights
-from llmtrain.interfaces.part import json_entries
 from llmtrain.json_types import Json, JsonObject
 from llmtrain.parallel.shards import distribute, filled_like, sharded_dim
 from llmtrain.record.state_tree import FlatState, flatten, unflatten
-from llmtrain.training.parts import UNRECORDED_KEYS
+from llmtrain.training.parts import UNRECORDED_KEYS, description, group_settings
 
 
 class OptimizerState:
@@ -36,7 +35,8 @@ class OptimizerState:
         self.optimizer = optimizer
         self.name = type(optimizer).__name__
         self._parameters = dict(model.named_parameters())
-        self._settings = [json_entries(_values_of(group)) for group in optimizer.param_groups]
+        self._settings = [group_settings(_values_of(group)) for group in optimizer.param_groups]
+        self._first_values = [description(_values_of(group)) for group in optimizer.param_groups]
         # The state of weights in bfloat16 has other tensors.
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         self._dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in trained})
@@ -87,7 +87,8 @@ class OptimizerState:
                 try:
                     values[key] = add(value, f"param_groups[{index}].{key}", first_name)
                 except UserError:
-                    if key not in self.optimizer.defaults:  # else it is a setting, such as a class
+                    # It is a setting, such as a function, if it does not change.
+                    if description(value) != self._first_values[index].get(key):
                         raise
             groups.append(values)
 
@@ -159,6 +160,8 @@ def _form_of(name: str, tensor: torch.Tensor, parameter: torch.Tensor) -> JsonOb
             )
         form["sharded_dim"] = sharded_dim(tensor)
         return form
+    if isinstance(parameter, DTensor) and tensor.shape == parameter.shape:
+        form["is_plain"] = True
     # Products of matrices in another memory order round differently.
     is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     if is_dense and not tensor.is_contiguous():
@@ -186,7 +189,8 @@ def _placed(full: torch.Tensor, like: torch.Tensor, form: JsonObject) -> torch.T
         like: its parameter.
         form: if present, ``device`` is where it belongs, instead of the device of the parameter;
             ``sharded_dim`` is the dimension that was sharded, or ``None`` if each rank had the full
-            tensor; ``strides`` are those of a tensor that was not contiguous.
+            tensor; ``is_plain`` is whether it was no DTensor, unlike its parameter; ``strides`` are
+            those of a tensor that was not contiguous.
     """
     full = full.to(form.get("device", like.device))
     if "strides" in form:
@@ -194,7 +198,7 @@ def _placed(full: torch.Tensor, like: torch.Tensor, form: JsonObject) -> torch.T
             full.shape, form["strides"], dtype=full.dtype, device=full.device
         )
         full = empty.copy_(full)
-    if isinstance(like, DTensor):
+    if isinstance(like, DTensor) and "is_plain" not in form:
         if "sharded_dim" in form:
             return distribute(full, like, form["sharded_dim"])
         if full.shape == like.shape:  # it was saved on one process
@@ -207,7 +211,7 @@ def _values_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in UNRECORDED_KEYS}
 
 
-def _further_entries(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def _further_entries(optimizer: torch.optim.Optimizer) -> Any:
     """Return descriptions of what a class adds to the ``state_dict`` of an optimizer."""
     entries = optimizer.state_dict()
-    return {key: repr(entries[key]) for key in entries if key not in ("state", "param_groups")}
+    return description({key: entries[key] for key in entries.keys() - {"state", "param_groups"}})

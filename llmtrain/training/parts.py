@@ -1,8 +1,10 @@
 """All that a user brings to a run, besides the model: checked, named, and in the fingerprint."""
 
 import re
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +24,8 @@ from llmtrain.interfaces.part import (
     settings_of,
 )
 from llmtrain.json_types import JsonObject
+from llmtrain.observe.replicas import checksum
+from llmtrain.parallel.shards import local_shard
 
 # Names of parts are folders of a checkpoint.
 _NAME = re.compile(r"\w[\w.+-]*")
@@ -123,7 +127,7 @@ class Parts:
         """Return the class of the optimizer and the settings of its groups, except for the rates.
 
         Settings that are off are left out: a newer version of an optimizer may have more of them.
-        So are those that are not JSON.
+        So are those that are neither JSON nor tensors.
         """
         groups = []
         for group in self.optimizer.param_groups:
@@ -132,8 +136,26 @@ class Parts:
                 for key, value in group.items()
                 if key not in UNRECORDED_KEYS and value is not None and value is not False
             }
-            groups.append({**json_entries(values), "parameters": len(group["params"])})
+            groups.append({**group_settings(values), "parameters": len(group["params"])})
         return {"class": type(self.optimizer).__name__, "groups": groups}
+
+
+def group_settings(values: Mapping[str, Any]) -> JsonObject:
+    """Return those values of a parameter group that are JSON, and descriptions of its tensors."""
+    tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+    return {**json_entries(values), **description(tensors)}
+
+
+def description(value: object) -> Any:
+    """Describe a value, with all digits of its tensors, to see whether it changes."""
+    if isinstance(value, torch.Tensor):
+        bits = int(checksum(local_shard(value.detach())))
+        return f"{value.dtype} {[*value.shape]} {bits:x}"
+    if isinstance(value, Mapping):
+        return {key: description(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [description(item) for item in value]
+    return repr(value)
 
 
 def _settings_by_name(parts: Sequence[Part]) -> JsonObject:

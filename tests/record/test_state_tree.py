@@ -97,6 +97,18 @@ def test_tensors_have_readable_names() -> None:
     assert [*tensors] == ["wte.weight.exp_avg", "wte.weight.GG[0]", "wte.weight[0].Q"]
 
 
+def contains_itself() -> dict[str, Any]:
+    items: list[Any] = []
+    items.append(items)
+    return {"a": items}
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    state = {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}
+    with pytest.raises(UserError, match=r"keeps two tensors by the name w\.a\.b; rename a key"):
+        flatten(state, "w", "the optimizer", {})
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -105,7 +117,7 @@ def test_tensors_have_readable_names() -> None:
         ({"mean": np.float64(1)}, "a float64 in w.mean"),
         ({"hook": len}, "a builtin_function_or_method in w.hook"),
         ({torch.ones(1): 1}, "a dict in w"),
-        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "a Tensor of torch.float32"),
+        (contains_itself(), "a list in w.a[0][0]"),
         (
             {"wide": torch.ones(1, dtype=torch.complex128)},
             "a Tensor of torch.complex128 (torch.strided) in w.wide",

@@ -131,6 +131,16 @@ def test_a_callback_that_hangs_is_named_with_its_method_and_the_steps_made(
     ]
 
 
+def test_methods_that_an_instance_has_are_called(train: Callable) -> None:
+    calls: list[int] = []
+    callback = Callback()
+    callback.on_step_end = lambda batch, result, info: calls.append(info.step)  # type: ignore
+
+    train("run", callbacks=[callback])
+
+    assert calls == [1, 2, 3]
+
+
 class Disturb(Callback):
     """Makes all weights much larger after a step, as a divergence does."""
 

@@ -87,9 +87,31 @@ def test_a_part_that_gives_its_settings_has_no_others() -> None:
     part.settings = {"teacher": "v1"}
     assert settings_of(part) == {"class": "Described", "teacher": "v1"}
 
-    part.settings = {"teacher": torch.ones(2)}
-    with pytest.raises(UserError, match="the settings of Described have a Tensor as teacher"):
-        settings_of(part)
+    for settings, message in (
+        ({"teacher": torch.ones(2)}, "the settings of Described have a Tensor as teacher"),
+        ({"class": "a", 3: 4}, "the settings of Described have a int as 3"),
+        ("v1", "the settings of Described are a str; give a dictionary"),
+    ):
+        part.settings = settings
+        with pytest.raises(UserError, match=message):
+            settings_of(part)
+
+
+class OfEarlierVersion(lt.Callback):
+    fingerprint = None
+
+
+class Failing(lt.Callback):
+    @property
+    def settings(self) -> Any:
+        raise ValueError("no teacher")
+
+
+def test_settings_that_fail_or_have_their_earlier_name_are_one_line() -> None:
+    with pytest.raises(UserError, match="OfEarlierVersion has a `fingerprint`; call it `settings`"):
+        settings_of(OfEarlierVersion())
+    with pytest.raises(UserError, match="the settings of Failing failed: no teacher"):
+        settings_of(Failing())
 
 
 def test_the_settings_do_not_depend_on_where_a_flag_was_set() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -355,10 +356,48 @@ def test_the_count_of_steps_is_on_the_device_that_this_implementation_needs(
     assert state["exp_avg"].device.type == GPU
 
 
+class Settings(torch.optim.SGD):
+    """An optimizer whose group has what no checkpoint can hold."""
+
+    def __init__(self, params: Any, **values: Any) -> None:
+        super().__init__([{"params": [*params], **values}], lr=0.1)
+
+
+@pytest.mark.parametrize("value", [len, torch.float32, np.float64(1), deque([1])], ids=repr)
+def test_a_setting_that_no_checkpoint_can_hold_stays_unless_it_changes(value: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = Settings(model.parameters(), rule=value)
+    state = OptimizerState(model, optimizer)
+
+    structure, _ = state.flatten()
+    assert "rule" not in structure["param_groups"][0]
+
+    if isinstance(value, deque):
+        value.append(2)
+    else:
+        optimizer.param_groups[0]["rule"] = np.float64(2)
+    with pytest.raises(UserError, match=r"in param_groups\[0\]\.rule"):
+        state.flatten()
+
+
+@pytest.mark.parametrize(("now", "restored"), [(1.0, 3.0), (0.0, 0.0)], ids=["same", "another"])
+def test_a_tensor_in_a_group_is_restored_unless_this_start_has_another(
+    now: float, restored: float
+) -> None:
+    model = nn.Linear(3, 2)
+    saved = Settings(model.parameters(), scale=torch.tensor(1.0))
+    saved_state = OptimizerState(model, saved)
+    saved.param_groups[0]["scale"].fill_(3.0)
+
+    resumed = Settings(model.parameters(), scale=torch.tensor(now))
+    save_and_restore(saved_state, OptimizerState(model, resumed))
+    assert resumed.param_groups[0]["scale"] == restored
+
+
 class CountingMuon(MuonWithAdamW):
     """Adds an entry to the `state_dict`."""
 
-    count = 0
+    count: Any = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "count": self.count}
@@ -375,6 +414,17 @@ def test_a_further_entry_of_the_state_dict_is_refused_once_it_changes() -> None:
     with pytest.raises(
         UserError, match="the optimizer CountingMuon changes count of its state_dict"
     ):
+        state.flatten()
+
+
+def test_a_further_entry_is_compared_in_all_its_digits() -> None:
+    model = nn.Linear(3, 2)
+    muon = Muon([model.weight], lr=0.1, weight_decay=0.0)
+    optimizer = CountingMuon(muon, torch.optim.AdamW([model.bias]))
+    optimizer.count = torch.zeros(2000)  # its repr has only the first and the last numbers
+    state = OptimizerState(model, optimizer)
+    optimizer.count[1000] = 1
+    with pytest.raises(UserError, match="CountingMuon changes count"):
         state.flatten()
 
 
