@@ -42,7 +42,7 @@ def stopped_run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     fingerprint = fingerprint_of(seed=0)
     identity = {"fingerprint": fingerprint, "fingerprint_sha256": digest(fingerprint)}
-    save_step(Saver(folder / "checkpoints", Files(), keep=1), 10, tokens=320, **identity)
+    save_step(Saver(folder / "checkpoints", Files(), keep=1), 10, best={"step": 10}, **identity)
     record = with_version({"run_id": "abc", "starts": [], **identity})
     write_json(folder / "run.json", record)
     write_json(folder / "status.json", {"state": "preempted", "step": 10})
@@ -65,6 +65,7 @@ def test_a_run_with_the_same_fingerprint_is_resumed(stopped_run: Path) -> None:
 
     assert resume_point.folder == stopped_run
     assert resume_point.step == 10
+    assert resume_point.state["best"] == {"step": 10}
 
 
 def test_a_named_checkpoint_with_the_same_fingerprint_is_resumed(
@@ -74,6 +75,7 @@ def test_a_named_checkpoint_with_the_same_fingerprint_is_resumed(
 
     assert resume_point.folder == tmp_path / "extended"
     assert resume_point.step == 10
+    assert resume_point.state["best"] is None, "the other run may delete it"
     assert "changed" not in capsys.readouterr().out
 
 
