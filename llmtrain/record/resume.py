@@ -17,6 +17,8 @@ from llmtrain.locks import file_lock
 from llmtrain.record import checkpoint
 from llmtrain.record.history import candidate_folders, is_free, seconds_of
 from llmtrain.record.run_record import (
+    FORMAT_VERSION,
+    VERSION_KEY,
     check_resumable,
     difference,
     first_difference,
@@ -163,7 +165,9 @@ def _usable_record(folder: Path, request: _Request) -> JsonObject | None:
     record = read_versioned(folder / "run.json")
     if request.run_id not in (None, record.get("run_id")):
         return None
-    if request.named is None:
+    if request.resume == "never" and record.get(VERSION_KEY) != FORMAT_VERSION:
+        return None  # an earlier llmtrain has begun it, and not the command that is restarted
+    if request.resume == "auto":
         check_resumable(folder / "run.json")
     if record.get("fingerprint_sha256") != request.fingerprint_sha256:
         return None

@@ -248,8 +248,12 @@ def test_damage_to_a_checkpoint_of_format_1_is_not_set_aside(first_run: Path) ->
     assert contents(first_run.parent) == before
 
 
+@pytest.mark.parametrize("restarts", ["0", "1"])
 @pytest.mark.parametrize(("state", "resume"), [("finished", "auto"), ("running", "never")])
-def test_a_new_run_begins_next_to_one_of_format_1(state: str, resume: str, first_run: Path) -> None:
+def test_a_new_run_begins_next_to_one_of_format_1(
+    state: str, resume: str, restarts: str, first_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     status = first_run / "status.json"
     status.write_text(json.dumps(json.loads(status.read_text()) | {"state": state}))
     before = contents(first_run)

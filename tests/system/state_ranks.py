@@ -39,9 +39,29 @@ pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 
 FLOAT32: Any = SimpleNamespace(mixed_precision="no")
 VOCABULARY = 31  # odd, so that shards are uneven
+
+
+class FullMomentum(torch.optim.Optimizer):
+    """Keeps the whole momentum of a sharded weight on each rank, as some kinds of Muon do."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                is_sharded = isinstance(p, DTensor)
+                grad = p.grad.full_tensor() if is_sharded else p.grad
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(grad))
+                momentum.lerp_(grad, 0.1)
+                update = momentum
+                if is_sharded:
+                    update = distribute_tensor(momentum, p.device_mesh, p.placements)
+                p.add_(update, alpha=-group["lr"])
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "odd": lambda model: Odd(model.parameters()),
     "odd in bf16": lambda model: Odd(model.bfloat16().parameters()),
+    "full momentum": lambda model: FullMomentum(model.parameters(), {"lr": 1e-2}),
     "8-bit adamw": lambda model: EightBitAdamW(model.bfloat16().parameters(), lr=1e-2),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
     "heavyball soap": lambda model: heavyball.SOAP(model.parameters(), lr=1e-2),
