@@ -7,18 +7,17 @@ the activations.
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from llmtrain.config.flags import value_of
-from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, first_line
-from llmtrain.interfaces.objective import Objective
 from llmtrain.interfaces.part import name_of
-from llmtrain.observe.throughput import CountsFlops
 from llmtrain.parallel.fsdp import units_of
 from llmtrain.parallel.ranks import Sharding
 from llmtrain.training.activations import (
@@ -30,47 +29,74 @@ from llmtrain.training.activations import (
 from llmtrain.training.adamw import CHUNK_BYTES, CHUNK_NUMEL
 from llmtrain.training.muon import Muon, batches_of
 from llmtrain.training.optim import OPTIMIZERS, OptimizerKind, hidden_matrices
-from llmtrain.training.parameter_bytes import (
-    BF16_BYTES,
-    FLOAT32_BYTES,
-    LocalParameter,
-    UnitBytes,
-    weight_bytes,
-)
-from llmtrain.training.settings import Settings
+from llmtrain.training.recipe_model import RecipeModel
+
+FLOAT32_BYTES = 4
+BF16_BYTES = 2
 
 
-class RecipeModel(NamedTuple):
-    """A model, and how it is trained.
+class LocalParameter(NamedTuple):
+    """A parameter as one process has it, before FSDP2 shards it.
 
     Attributes:
-        model: the model, on the meta device or not.
-        settings: the settings of the run.
-        precision: mixed precision, ``no`` or ``bf16``.
-        rows: the rows to train on.
-        objective: the loss that is minimised.
+        name: its name in the model.
+        rows: the size of its first dimension.
+        row_numel: elements of each row.
+        element_bytes: bytes of an element, and of its gradient.
+        is_trained: whether it is trained.
+        is_muon: whether Muon trains it.
+        state: its optimizer state, on the meta device.
     """
 
-    model: nn.Module
-    settings: Settings
-    precision: str
-    rows: Tokenized
-    objective: Objective = Objective()
+    name: str
+    rows: int
+    row_numel: int
+    element_bytes: int
+    is_trained: bool
+    is_muon: bool = False
+    state: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+    def numel(self, shards: int = 1) -> int:
+        """Return the number of elements in the largest of ``shards`` shards."""
+        return -(-self.rows // shards) * self.row_numel
+
+    def state_bytes(self, shards: int = 1) -> int:
+        """Return the bytes of optimizer state for the largest of ``shards`` shards.
+
+        A tensor with as many rows as the parameter is sharded by rows, and any other is not.
+        """
+        total = 0
+        for tensor in self.state.values():
+            is_sharded = tensor.dim() > 0 and len(tensor) == self.rows
+            shard = tensor[: -(-self.rows // shards)] if is_sharded else tensor
+            total += shard.nbytes
+        return total
+
+
+class UnitBytes(NamedTuple):
+    """The parameters of a unit of FSDP2, which are gathered together, and their bytes.
+
+    Attributes:
+        parameters: the parameters.
+        is_bf16: whether they are gathered in bfloat16.
+        stays_gathered: whether they stay gathered between the forward and the backward pass.
+    """
+
+    parameters: list[LocalParameter]
+    is_bf16: bool
+    stays_gathered: bool
 
     @property
-    def class_name(self) -> str:
-        """The name of the model's class, before this package has extended it."""
-        return str(getattr(self.model, "own_class", type(self.model)).__name__)
+    def weights(self) -> int:
+        """Bytes of the full weights, as FSDP2 gathers them."""
+        return sum(
+            p.numel() * (BF16_BYTES if self.is_bf16 else p.element_bytes) for p in self.parameters
+        )
 
     @property
-    def flops_per_token(self) -> int:
-        """FLOPs of a forward and a backward pass; 0 if they are unknown."""
-        return self.model.flops_per_token() if isinstance(self.model, CountsFlops) else 0
-
-    @property
-    def recompute_every(self) -> int:
-        """1 if the flags let all blocks compute their activations again, and 0 if not."""
-        return int(bool(value_of(self.settings, "gradient_checkpointing", default=False)))
+    def gradients(self) -> int:
+        """Bytes of the full gradients, which FSDP2 adds up and reduces in float32."""
+        return sum(p.numel() * FLOAT32_BYTES for p in self.parameters if p.is_trained)
 
 
 class Bytes(NamedTuple):
@@ -362,3 +388,8 @@ class Memory:
             products = 2 * element_bytes * len(matrices) * short**2
             largest = max(largest, updates + approximations + products)
         return float(largest)
+
+
+def weight_bytes(parameters: list[LocalParameter], shards: int) -> float:
+    """Return the bytes of the largest of ``shards`` shards of the weights."""
+    return float(sum(p.numel(shards) * p.element_bytes for p in parameters))

@@ -1,4 +1,4 @@
-"""The model that a recipe trains, built by the recipe itself on the meta device."""
+"""The model that a recipe trains. For a plan, the recipe itself builds it on the meta device."""
 
 import contextlib
 import inspect
@@ -6,13 +6,63 @@ import io
 import runpy
 import sys
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
+from torch import nn
+
+from llmtrain.config.flags import value_of
+from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
+from llmtrain.interfaces.objective import Objective
 from llmtrain.launching.accelerator import forget_accelerator
+from llmtrain.observe.throughput import CountsFlops
 from llmtrain.planning import planning
-from llmtrain.training.predicted_memory import RecipeModel
-from llmtrain.training.start import PlannedModel
+from llmtrain.training.settings import Settings
+
+
+class RecipeModel(NamedTuple):
+    """A model, and how it is trained.
+
+    Attributes:
+        model: the model, on the meta device or not.
+        settings: the settings of the run.
+        precision: mixed precision, ``no`` or ``bf16``.
+        rows: the rows to train on.
+        objective: the loss that is minimised.
+    """
+
+    model: nn.Module
+    settings: Settings
+    precision: str
+    rows: Tokenized
+    objective: Objective = Objective()
+
+    @property
+    def class_name(self) -> str:
+        """The name of the model's class, before this package has extended it."""
+        return str(getattr(self.model, "own_class", type(self.model)).__name__)
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of a forward and a backward pass; 0 if they are unknown."""
+        return self.model.flops_per_token() if isinstance(self.model, CountsFlops) else 0
+
+    @property
+    def recompute_every(self) -> int:
+        """1 if the flags let all blocks compute their activations again, and 0 if not."""
+        return int(bool(value_of(self.settings, "gradient_checkpointing", default=False)))
+
+
+class PlannedModel(BaseException):
+    """Ends ``main`` of a recipe that is planned: its model is built, on the meta device.
+
+    Code of a recipe that catches every :class:`Exception` does not catch it.
+    """
+
+    def __init__(self, recipe: RecipeModel) -> None:
+        super().__init__()
+        self.recipe = recipe
 
 
 def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeModel:

@@ -18,7 +18,8 @@ from llmtrain.interfaces.model import (
 from llmtrain.parallel.ranks import Ranks, Sharding
 from llmtrain.quantities import size_text
 from llmtrain.training.layout import Layout
-from llmtrain.training.predicted_memory import Memory, RecipeModel
+from llmtrain.training.predicted_memory import Memory
+from llmtrain.training.recipe_model import RecipeModel
 from llmtrain.training.settings import Settings
 
 

@@ -28,7 +28,7 @@ from llmtrain.seeds import seed_of
 from llmtrain.training.layout import Layout, describe_steps, fit_to_rows
 from llmtrain.training.opening import open_run
 from llmtrain.training.optim import make_optimizer
-from llmtrain.training.predicted_memory import RecipeModel
+from llmtrain.training.recipe_model import PlannedModel, RecipeModel
 from llmtrain.training.recomputation import choose_recomputation
 from llmtrain.training.run import Run
 from llmtrain.training.settings import Settings
@@ -39,17 +39,6 @@ S = TypeVar("S", bound=Settings)
 Build: TypeAlias = Callable[[S, Tokenized, str], ModelBundle | nn.Module]
 # Makes an optimizer of the parameters of a model, which has been moved to its device.
 OptimizerFunction: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-class PlannedModel(BaseException):
-    """Ends ``main`` of a recipe that is planned: its model is built, on the meta device.
-
-    Code of a recipe that catches every :class:`Exception` does not catch it.
-    """
-
-    def __init__(self, recipe: RecipeModel) -> None:
-        super().__init__()
-        self.recipe = recipe
 
 
 def start(settings: Settings) -> Accelerator:

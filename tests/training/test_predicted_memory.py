@@ -22,9 +22,8 @@ from llmtrain.parallel.ranks import Sharding
 from llmtrain.training import activations
 from llmtrain.training.activations import ActivationBytes, MicroBatch, count_activations
 from llmtrain.training.optim import make_optimizer
-from llmtrain.training.parameter_bytes import LocalParameter, UnitBytes
-from llmtrain.training.predicted_memory import Memory, RecipeModel
-from llmtrain.training.recipe_model import build_recipe_model
+from llmtrain.training.predicted_memory import LocalParameter, Memory, UnitBytes
+from llmtrain.training.recipe_model import RecipeModel, build_recipe_model
 from llmtrain.training.settings import OptimConfig
 from tests.engines import ScaledRows
 from tests.families import OVERRIDES, rows_of

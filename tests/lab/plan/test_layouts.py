@@ -13,7 +13,8 @@ from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ranks import Sharding
-from llmtrain.training.predicted_memory import Memory, RecipeModel
+from llmtrain.training.predicted_memory import Memory
+from llmtrain.training.recipe_model import RecipeModel
 from llmtrain.training.settings import OptimConfig
 
 CONFIG = GPTConfig(n_layer=60, n_head=40, n_embd=5120, block_size=32)

@@ -17,8 +17,7 @@ from llmtrain.lab.plan.speed import (
 )
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ranks import Sharding
-from llmtrain.training.parameter_bytes import LocalParameter, UnitBytes
-from llmtrain.training.predicted_memory import Memory
+from llmtrain.training.predicted_memory import LocalParameter, Memory, UnitBytes
 
 BANDWIDTH_INSIDE = 100.0  # bytes per second
 LATENCY_INSIDE = 0.25  # seconds
