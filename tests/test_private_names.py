@@ -32,6 +32,8 @@ NAMES = [
     "argparse.ArgumentParser._add_action",
     # From the ninth shape on, torch runs eager code, which rounds differently.
     "torch._dynamo.config.recompile_limit",
+    # An evaluation runs what a block ran before it was compiled.
+    "torch._dynamo.eval_frame.OptimizedModule._torchdynamo_orig_callable",
     # DDP would split a compiled block at the end of a bucket.
     "torch._dynamo.config.optimize_ddp",
     # An error of the compiler is told from one of the model.

@@ -52,8 +52,8 @@ def compile_blocks(engine: Engine, batch: Batch, shapes: int) -> None:
     # From the ninth shape on, torch would run eager code for new shapes, which rounds differently.
     # The result would then depend on which shapes came first since the last start of the run. A
     # function may also be compiled again for other reasons than its shapes.
-    dynamo = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * shapes)
+    limit = max(torch._dynamo.config.recompile_limit, 2 * shapes)
+    torch._dynamo.config.recompile_limit = limit
     _compile(engine.model)
     try:
         _try(engine, batch)
