@@ -14,7 +14,7 @@ from torch import nn
 
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import batch, error_of, rows, show, show_measured, small_gpt
-from llmtrain.training.checks import check_wrapping
+from llmtrain.training.train import check_wrapping
 
 PROCESSES = 1
 

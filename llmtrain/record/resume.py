@@ -163,10 +163,11 @@ def _usable_record(folder: Path, request: _Request) -> JsonObject | None:
     if not may_continue or _state_of(folder) == "finished":
         return None
     record = read_versioned(folder / "run.json")
-    if request.run_id not in (None, record.get("run_id")):
-        return None
+    is_foreign = request.run_id not in (None, record.get("run_id"))
     if request.resume == "never" and record.get(VERSION_KEY) != FORMAT_VERSION:
-        return None  # an earlier llmtrain has begun it, and not the command that is restarted
+        is_foreign = True  # an earlier llmtrain has begun it, and not the command that restarts
+    if is_foreign:
+        return None
     if request.resume == "auto":
         check_resumable(folder / "run.json")
     if record.get("fingerprint_sha256") != request.fingerprint_sha256:

@@ -33,9 +33,9 @@ from llmtrain.record.trackers.weights_and_biases import OUTPUT_FILE, copied_outp
 from llmtrain.record.tracking import MetricsLog
 from llmtrain.redaction import redacted
 from llmtrain.seeds import RANDOM_VERSION
-from llmtrain.training.checks import check_optimizer_flags
 from llmtrain.training.layout import Layout, fit_to_rows
 from llmtrain.training.learning_rates import LearningRates
+from llmtrain.training.optim import check_optimizer_flags
 from llmtrain.training.parts import Parts
 from llmtrain.training.recomputation import keep_recomputation
 from llmtrain.training.reference import with_reference

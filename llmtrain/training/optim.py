@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from llmtrain.console import note
 from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
 from llmtrain.models.gpt import Projection
@@ -184,6 +185,69 @@ def is_made_by_flag(optimizer: torch.optim.Optimizer, name: str, model: nn.Modul
 def keeps_small_updates(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer keeps what rounding cuts off weights in bfloat16."""
     return getattr(optimizer, "keeps_small_updates", False)
+
+
+def check_optimizer_flags(
+    config: OptimConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: object = None,
+) -> None:
+    """Check that every flag of the optimizer that the user set has an effect.
+
+    A recipe may bring an optimizer or a schedule of its own, and leave such a flag unread. Flags
+    are compared with the optimizer, however it was made.
+
+    Args:
+        config: the flags.
+        model: the model, without wrappers.
+        optimizer: the optimizer, before ``accelerator.prepare``.
+        schedule: the recipe's own schedule, if it has one.
+
+    Raises:
+        UserError: if a flag has no effect.
+    """
+    unread: list[str] = []
+    if config.is_set("optim") and not is_made_by_flag(optimizer, config.optim, model):
+        unread.append(f"--optim {config.optim} (the recipe makes {type(optimizer).__name__})")
+
+    values_of_flag = {
+        "weight_decay": _values(optimizer, "weight_decay"),
+        "adam_beta1": _values(optimizer, "betas", 0) + _values(optimizer, "momentum"),
+        "adam_beta2": _values(optimizer, "betas", 1),
+        "adam_epsilon": _values(optimizer, "eps"),
+    }
+    for name, values in values_of_flag.items():
+        value = getattr(config, name)
+        if config.is_set(name) and value not in values:
+            unread.append(f"--{name} {value:g} (no parameter group has this value)")
+
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    has_bf16_weights = any(p.dtype == torch.bfloat16 for p in trained)
+    if config.trained_dtype == "bfloat16" and not has_bf16_weights:
+        unread.append("--dtype bfloat16 (the recipe trains other weights)")
+    if has_bf16_weights and not keeps_small_updates(optimizer):
+        note(
+            f"the recipe's own {type(optimizer).__name__} may lose small updates of weights in "
+            "bfloat16"
+        )
+
+    if schedule is not None:
+        for name in ("lr_scheduler_type", "warmup_steps", "min_lr", "decay_share"):
+            if config.is_set(name):
+                unread.append(f"--{name} (the recipe has its own schedule)")
+
+    if unread:
+        raise UserError(f"flags without effect: {', '.join(unread)}; leave them out.")
+
+
+def _values(optimizer: torch.optim.Optimizer, key: str, index: int | None = None) -> list[object]:
+    """Return the values of all parameter groups under a key, or those at an index of a tuple."""
+    values = [group[key] for group in optimizer.param_groups if group.get(key) is not None]
+    if index is None:
+        return values
+    sequences = [value for value in values if isinstance(value, list | tuple)]
+    return [value[index] for value in sequences if index < len(value)]
 
 
 # What transformers' Trainer excludes from weight decay by its name, in lower case

@@ -1,19 +1,16 @@
 """Train an open run, after restoring the checkpoint to resume from."""
 
+from typing import Any
+
 from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from llmtrain.console import say
+from llmtrain.errors import UserError
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.placement import engine_for
 from llmtrain.training.callbacks import loop_callbacks
-from llmtrain.training.checks import (
-    check_model,
-    check_steps,
-    check_wrapping,
-    say_changed_settings,
-)
 from llmtrain.training.loop import Loop
 from llmtrain.training.optimizer_state import OptimizerState
 from llmtrain.training.run import Run
@@ -90,3 +87,59 @@ def make_loop(
     own_callbacks = loop_callbacks(loop, optimizer_state, eval_batches)
     loop.callbacks = [*run.parts.callbacks, *own_callbacks]
     return loop
+
+
+def check_wrapping(model: nn.Module) -> None:
+    """Raise :class:`UserError` if a model is wrapped in a way that the loop does not support."""
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise UserError(
+            "the model is wrapped in nn.DataParallel, which this loop does not support. Do not "
+            "wrap it (accelerator.prepare wraps it in DDP), and start one process per GPU with "
+            "accelerate launch."
+        )
+
+
+def check_steps(run: Run) -> None:
+    """Raise :class:`UserError` if a flag names steps that this run does not make."""
+    log = run.settings.log
+    last_step = run.settings.optim.max_steps
+    if run.step > last_step:
+        raise UserError(
+            f"--max_steps {last_step} is below step {run.step}, from which this run resumes; "
+            "raise it."
+        )
+    if log.xray_range is not None and log.xray_range[-1] > last_step:
+        raise UserError(
+            f"--xray_steps {log.xray_steps} goes past the last step, --max_steps {last_step}; "
+            "name earlier steps."
+        )
+
+
+def check_model(run: Run, model: Any) -> None:
+    """Raise :class:`UserError` if the model or its rows lack what the settings need."""
+    sample_prompts = run.settings.eval.sample_prompts
+    if sample_prompts and run.rows.tokenizer is None:
+        raise UserError(
+            "--sample_prompts needs a tokenizer, and the rows were made without one; leave it out."
+        )
+    if sample_prompts and not model.gives_outputs:
+        raise UserError(
+            "--sample_prompts: this model only returns a loss; give the parameter `labels` of its "
+            "forward the default None, and return logits if it is None."
+        )
+
+
+def say_changed_settings(run: Run) -> None:
+    """Print which optimizer settings differ from those of the checkpoint to resume from."""
+    recorded = run.resume_point.state.get("fingerprint")
+    if recorded is None or run.step == run.settings.optim.max_steps:
+        return
+    before = recorded["optimizer"] | recorded["learning_rates"]
+    now = run.fingerprint["optimizer"] | run.fingerprint["learning_rates"]
+    changed_keys = [key for key in now if before.get(key) != now[key]]
+    # Most settings of the groups are flags, too, which are shorter to read.
+    changes = [f"{key} {before.get(key)} -> {now[key]}" for key in changed_keys if key != "groups"]
+    if changed_keys == ["groups"]:
+        changes = ["settings of the optimizer's parameter groups"]
+    if changes:
+        say("changed", ", ".join(changes))

@@ -13,8 +13,8 @@ import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
-from llmtrain.training.checks import check_optimizer_flags
 from llmtrain.training.learning_rates import LearningRates, rate_at
+from llmtrain.training.optim import check_optimizer_flags
 from llmtrain.training.run import Run
 from llmtrain.training.settings import OptimConfig
 from tests.training.small_runs import StopAfter

@@ -17,10 +17,10 @@ from llmtrain.interfaces.objective import Objective
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.parallel.engine import Engine, unwrap
-from llmtrain.training.checks import check_wrapping
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
+from llmtrain.training.train import check_wrapping
 from tests.engines import ScaledRows, engine_of, split
 
 VOCABULARY = 40
