@@ -192,6 +192,21 @@ def test_a_callback_gets_the_numbers_of_each_log_entry(train: Callable, tmp_path
     assert recorder.entries == [(entry["step"], as_numbers(entry)) for entry in logged]
 
 
+class CountsTokens(lt.Objective):
+    """An objective with a metric of its prepass."""
+
+    def prepass(self, engine: Any, batches: Any, totals: Any) -> dict[str, Any]:
+        return {"tokens": totals.target_tokens}
+
+    def metrics(self, sums: Mapping[str, float], extra: Mapping[str, Any]) -> dict[str, float]:
+        return {"tokens": float(extra["tokens"])} if "tokens" in extra else {}
+
+
+def test_an_entry_has_the_metrics_of_what_the_prepass_has_returned(train: Callable) -> None:
+    run = train("run", objective=CountsTokens())
+    assert series(run.folder, "train/tokens") == dict.fromkeys((1, 2, 3), 2 * 16)
+
+
 # --- the end of a run
 
 
