@@ -3,9 +3,10 @@
 The environment variable PLANTED names the bug.
 """
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from llmtrain import launch
 from llmtrain.data.loader import LocalBatches
 from llmtrain.data.order import Slot
 from llmtrain.interfaces.batches import Batch, LocalBatch, is_second
-from llmtrain.interfaces.objective import LossSums, StepTotals
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.parallel.engine import Engine
 from tests.system import controls
@@ -31,15 +31,8 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 READ = LocalBatches.__getitems__
 
 
-def sync_in_every_micro_batch(
-    engine: Engine, batches: Sequence[Batch], totals: StepTotals, extra: Batch | None = None
-) -> LossSums:
-    total = torch.zeros(())
-    for batch in batches:
-        loss = engine.loss(batch, extra).loss
-        engine.accelerator.backward(loss * engine.ranks.world_size / totals.denominator)
-        total += loss.detach()
-    return LossSums(total)
+def sync_in_every_micro_batch(engine: Engine) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 def rows_of_first_step(batches: LocalBatches, slots: list[Slot]) -> LocalBatch:
@@ -75,7 +68,7 @@ PLANT: dict[str, tuple[Any, str, Any]] = {
     "nothing": (Engine, "forward_backward", Engine.forward_backward),
     "a mean of means": (Engine, "forward_backward", controls.mean_of_means),
     "a missing sync": (Engine, "forward_backward", controls.never_synced),
-    "a sync in every micro-batch": (Engine, "forward_backward", sync_in_every_micro_batch),
+    "a sync in every micro-batch": (Engine, "no_sync", sync_in_every_micro_batch),
     "unshifted token counts": (Engine, "count", controls.unshifted_count),
     "a rank reading another's rows": (LocalBatches, "__getitems__", rows_of_first_step),
     "buckets that are not settled": (ReplicatedEngine, "rebuild_buckets", rebuild_nothing),
