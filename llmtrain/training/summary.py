@@ -1,5 +1,7 @@
 """The end of a run: its loss curve, a sample, how to use the model, and its way to the hub."""
 
+import os
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -106,9 +108,9 @@ def show_result(folder: Path, rows: Tokenized, text: str | None) -> None:
         if rows.tokenizer is None or not _writes_text(model_folder):
             return
         if question is None or rows.tokenizer.chat_template is None:
-            say("generate", f'llmtrain generate {folder} --prompt "Your text"')
+            say("generate", f'{_command()} generate {folder} --prompt "Your text"')
         else:
-            say("chat", f"llmtrain chat {folder}")
+            say("chat", f"{_command()} chat {folder}")
     except Exception as error:
         note(f"the run is finished; showing it failed: {first_line(error)}")
 
@@ -132,6 +134,14 @@ def _writes_text(model_folder: Path) -> bool:
     if gives_scores(config) or module_class_of(config):
         return False
     return (model_folder / "tokenizer_config.json").exists()
+
+
+def _command() -> str:
+    """Return how to call ``llmtrain``: by name, or by its path if it is not on ``PATH``."""
+    next_to_python = Path(sys.executable).parent / "llmtrain"
+    if shutil.which("llmtrain") or not next_to_python.exists():
+        return "llmtrain"
+    return os.path.relpath(next_to_python)
 
 
 def publish(folder: Path, repository: str | None) -> None:

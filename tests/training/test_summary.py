@@ -1,5 +1,7 @@
 """A finished run shows a sample, and how to use its model."""
 
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -67,6 +69,18 @@ def test_the_end_of_a_run_shows_the_sample_and_how_to_use_the_model(
     assert "\na text\n" in printed.out
     assert f"model     {run.model_folder}  (transformers: AutoModelForCausalLM" in printed.out
     assert "llmtrain generate" in printed.out
+
+
+@pytest.mark.skipif(
+    not Path(sys.executable).with_name("llmtrain").exists(), reason="llmtrain is not installed"
+)
+def test_a_command_that_is_not_on_the_path_is_printed_with_its_own(
+    run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    show_result(run.folder, run.rows, "a text")
+    [command] = re.findall("(?m)^generate +([^ ]+) generate ", capsys.readouterr().out)
+    assert Path(command).is_file()
 
 
 def test_what_a_question_or_a_sample_says_to_the_terminal_is_shown(
