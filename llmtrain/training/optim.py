@@ -1,6 +1,5 @@
 """The optimizers that ``--optim`` names. A new one is a row of :data:`OPTIMIZERS`."""
 
-import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -14,9 +13,7 @@ from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
 from llmtrain.models.gpt import Projection
 from llmtrain.parallel.ranks import TrainingAccelerator, ranks_of
-from llmtrain.shipped import shipped_config
 from llmtrain.training.adamw import (
-    BLOCK_SIZE,
     CompactAdamW,
     EightBitAdamW,
     needs_compensation,
@@ -35,8 +32,6 @@ class OptimizerKind(NamedTuple):
         initial_state: returns the state of a parameter before its first step. On the meta device,
             this is how much memory the state needs.
         has_muon: whether Muon trains the hidden matrices, and ``make`` is for the rest.
-        can_shard: whether it can train the shards of FSDP2.
-        keeps_small_updates: whether it keeps what rounding cuts off weights in bfloat16.
         has_chunks: whether a step copies float32 weights, in chunks of
             :data:`~llmtrain.training.adamw.CHUNK_NUMEL`. With weights in bfloat16 each one does.
     """
@@ -45,8 +40,6 @@ class OptimizerKind(NamedTuple):
     classes: tuple[str, ...]
     initial_state: Callable[[torch.Tensor], dict[str, torch.Tensor]]
     has_muon: bool = False
-    can_shard: bool = True
-    keeps_small_updates: bool = True
     has_chunks: bool = False
 
 
@@ -55,30 +48,6 @@ def _adamw(groups: list[JsonObject], **settings: Any) -> torch.optim.Optimizer:
     if any(needs_compensation(p) for group in groups for p in group["params"]):
         return CompactAdamW(groups, **settings)
     return torch.optim.AdamW(groups, fused=True, **settings)
-
-
-def _paged_adamw(groups: list[JsonObject], **settings: Any) -> torch.optim.Optimizer:
-    """Return AdamW of bitsandbytes, whose 8-bit state may be moved to the host's memory."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            "--optim paged_adamw_8bit needs bitsandbytes: pip install 'llmtrain[four_bits]', or "
-            "use adamw_torch_8bit, which needs no further package."
-        )
-    from bitsandbytes.optim import PagedAdamW8bit
-
-    optimizer: torch.optim.Optimizer = PagedAdamW8bit(groups, **settings)
-    return optimizer
-
-
-def _paged_adamw_state(p: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the state of AdamW in bitsandbytes, which divides flattened tensors into blocks."""
-    numel = p.numel()
-    if numel < 4096:
-        moment = p.new_empty(numel, dtype=torch.float32)
-        return {"state1": moment, "state2": moment}
-    codes = p.new_empty(numel, dtype=torch.uint8)
-    scales = p.new_empty(-(-numel // BLOCK_SIZE), dtype=torch.float32)
-    return {"state1": codes, "state2": codes, "absmax1": scales, "absmax2": scales}
 
 
 # The choices and the help of `--optim` are in OptimConfig, so that `--help` imports no torch.
@@ -100,13 +69,6 @@ OPTIMIZERS = {
         initial_state=CompactAdamW.initial_state,
         has_muon=True,
     ),
-    "paged_adamw_8bit": OptimizerKind(
-        make=_paged_adamw,
-        classes=("bitsandbytes.optim.adamw.PagedAdamW8bit",),
-        initial_state=_paged_adamw_state,
-        can_shard=False,
-        keeps_small_updates=False,
-    ),
 }
 
 
@@ -119,22 +81,9 @@ def make_optimizer(
     :func:`decayed_parameters`. With ``--optim muon``, Muon takes the hidden matrices, and AdamW the
     rest. Muon computes in bfloat16 if that is the accelerator's mixed precision.
 
-    Raises:
-        UserError: if the optimizer is not installed, or does not support the model's weights.
     """
     kind = OPTIMIZERS[config.optim]
     trained = [p for p in model.parameters() if p.requires_grad]
-    if not kind.keeps_small_updates and any(needs_compensation(p) for p in trained):
-        raise UserError(
-            f"--optim {config.optim} loses small updates of bfloat16 weights; use adamw, "
-            "adamw_torch_8bit or muon, or leave --dtype bfloat16 out."
-        )
-    if not kind.can_shard and ranks_of(accelerator).is_sharded:
-        raise UserError(
-            f"--optim {config.optim} cannot train sharded weights; use "
-            f"{shipped_config('multi_gpu')}, which does not shard, or adamw_torch_8bit."
-        )
-
     for_muon = hidden_matrices(model) if kind.has_muon else []
     muon_ids = {id(p) for p in for_muon}
     others = [p for p in trained if id(p) not in muon_ids]

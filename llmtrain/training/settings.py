@@ -50,11 +50,11 @@ class OptimConfig(Config):
     group: ClassVar[str] = "optimization"
     affects: ClassVar[str] = "update"
 
-    optim: Literal["adamw", "adamw_torch_8bit", "muon", "paged_adamw_8bit"] = flag(
+    optim: Literal["adamw", "adamw_torch_8bit", "muon"] = flag(
         "adamw",
         "optimizer; adamw_torch_8bit is AdamW with its state in 8 bits, which saves 6 bytes per "
         "weight; muon trains the matrices of hidden layers with Muon, and all other weights with "
-        "AdamW; paged_adamw_8bit is that of bitsandbytes",
+        "AdamW",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
         "auto",

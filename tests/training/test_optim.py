@@ -15,8 +15,6 @@ from transformers import (
 )
 
 import llmtrain.training.muon as muon_module
-import llmtrain.training.optim as optim_module
-from llmtrain.errors import UserError
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.gpt import GPT
 from llmtrain.models.lfm2 import build_gpt
@@ -280,43 +278,6 @@ def test_muon_computes_in_the_precision_of_the_gradients_or_in_bfloat16(
 
 
 # --- flags
-
-
-@pytest.mark.parametrize(
-    ("dtype", "is_sharded", "is_installed", "message"),
-    [
-        (torch.bfloat16, False, True, "loses small updates of bfloat16 weights"),
-        (torch.float32, True, True, "cannot train sharded weights; use .*multi_gpu"),
-        (torch.float32, False, False, "needs bitsandbytes: pip install"),
-    ],
-)
-def test_weights_that_paged_adamw_cannot_train_are_refused(
-    dtype: torch.dtype,
-    is_sharded: bool,
-    is_installed: bool,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(optim_module, "ranks_of", lambda _: SimpleNamespace(is_sharded=is_sharded))
-    spec = object() if is_installed else None
-    monkeypatch.setattr(optim_module.importlib.util, "find_spec", lambda _: spec)
-    config = OptimConfig(optim="paged_adamw_8bit")
-
-    with pytest.raises(UserError, match=f"--optim paged_adamw_8bit {message}"):
-        make_optimizer(one_process(), nn.Linear(4, 4).to(dtype), config)
-
-
-def test_paged_adamw_of_bitsandbytes_makes_a_step() -> None:
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    model = nn.Linear(64, 64)
-    optimizer = make_optimizer(one_process(), model, OptimConfig(optim="paged_adamw_8bit"))
-    before = model.weight.detach().clone()
-
-    model(torch.ones(1, 64)).sum().backward()
-    optimizer.step()
-
-    assert is_made_by_flag(optimizer, "paged_adamw_8bit", model)
-    assert not torch.equal(model.weight, before)
 
 
 def test_each_choice_of_the_flag_has_a_row_in_the_table() -> None:

@@ -175,11 +175,7 @@ def _arithmetics(memory: Memory) -> list[Memory]:
     """Return the memory with each dtype of moments and weights, in the order of preference."""
     settings = memory.recipe.settings.optim
     may_change_optim = not settings.is_set("optim") and memory.optim == "adamw"
-    may_change_dtype = (
-        not settings.is_set("dtype")
-        and not memory.has_bf16_weights
-        and memory.optimizer.keeps_small_updates
-    )
+    may_change_dtype = not settings.is_set("dtype") and not memory.has_bf16_weights
 
     arithmetics = [memory]
     if may_change_optim:
@@ -218,9 +214,7 @@ def _candidates(plan: Plan, memory: Memory, processes: int, limit: float) -> Ite
 
 
 def _can_be_sharded(memory: Memory) -> bool:
-    """Return whether FSDP2 can shard a model, and its optimizer can train the shards."""
-    if not memory.optimizer.can_shard:
-        return False
+    """Return whether FSDP2 can shard a model."""
     try:
         return bool(memory.units)
     except UserError:  # a model without blocks

@@ -147,9 +147,6 @@ def _plan_layout(name: str, sharding: Sharding, plan: Plan) -> PlannedLayout:
             f"use {divisible}."
         )
 
-    if sharding.is_sharded and not memory.optimizer.can_shard:
-        raise UserError(f"--optim {memory.optim} needs full weights; use DDP, or another optimizer")
-
     share = global_batch // processes
     device_bytes = plan.device.memory * (1 - RESERVED_MEMORY)
     # With auto, a micro-batch fits if it does when all blocks compute their activations again.
