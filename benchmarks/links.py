@@ -3,22 +3,20 @@
 | measured | compared with |
 |---|---|
 | a step that sends gradients in float32 | the time of their bytes at that rate |
-| a step that sends them in bf16 (--ddp_comm_hook bf16) | the step above |
 
 The model is a GPT with 11.1 million parameters. The machines are network namespaces on one
-computer. Each run is long, so there is one of each.
+computer. The run is long, so there is one.
 
-Repeat it as root with `python -m benchmarks.links`, which takes about ten minutes.
+Repeat it as root with `python -m benchmarks.links`, which takes about five minutes.
 """
 
 import statistics
 import subprocess
 from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comparison import Figures, Table, take_turns
+from benchmarks.comparison import Figures, Table
 from benchmarks.runs import (
     GPT_RECIPE,
     ROOT,
@@ -120,9 +118,9 @@ def step_seconds(entry: dict[str, Any], phases: Collection[str] | None = None) -
     return max(seconds_of_processes)
 
 
-def measure(machines: list[str], folder: Path, gradient_flags: list[str]) -> Figures:
+def measure(machines: list[str], folder: Path) -> Figures:
     """Return the seconds of a step, those of its computing, and the last loss."""
-    entries = train(machines, folder, [*RECIPE_FLAGS, *gradient_flags])
+    entries = train(machines, folder, RECIPE_FLAGS)
     timed = entries[WARM_UP_STEPS:]
     return {
         "step": statistics.median(step_seconds(entry) for entry in timed),
@@ -133,20 +131,10 @@ def measure(machines: list[str], folder: Path, gradient_flags: list[str]) -> Fig
 
 def main() -> None:
     with scratch() as folder, two_machines(MBIT) as machines:
-        turns = take_turns(
-            {
-                "float32": partial(measure, machines, folder / "float32", []),
-                "bf16": partial(measure, machines, folder / "bf16", flags(ddp_comm_hook="bf16")),
-            },
-            rounds=1,
-            warm_up_rounds=0,
-        )
+        run = measure(machines, folder / "run")
 
-    for name, contender in turns.items():
-        step = contender.median_of("step")
-        compute = contender.median_of("compute")
-        loss = contender.median_of("loss")
-        say(name, f"{step:.2f} s per step, {compute:.2f} s of it computing; loss {loss:.3f}")
+    step = run["step"]
+    say("link", f"{step:.2f} s per step, {run['compute']:.2f} s of it computing")
 
     bytes_sent = 4 * PARAMETERS
     bound = bytes_sent / (MBIT * 1e6 / 8)
@@ -154,24 +142,12 @@ def main() -> None:
     table.add(
         work=f"a step with float32 gradients, {MBIT} Mbit/s",
         against="their bytes at that rate",
-        ours=turns["float32"].median_of("step"),
+        ours=step,
         theirs=bound,
         unit="s",
         target="<= 10",
     )
-    table.add(
-        work="a step with bf16 gradients",
-        against="with float32 gradients",
-        ours=turns["bf16"].median_of("step"),
-        theirs=turns["float32"].median_of("step"),
-        unit="s",
-        target="<= 0.6",
-    )
-    table.write(
-        figures={name: contender.results[0] for name, contender in turns.items()},
-        steps=STEPS,
-        bound_seconds=bound,
-    )
+    table.write(figures={"float32": run}, steps=STEPS, bound_seconds=bound)
 
 
 if __name__ == "__main__":

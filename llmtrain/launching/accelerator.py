@@ -66,7 +66,6 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
     sharding = requested_sharding(world)
     precision = _precision(launched.precision, cpu, sharded=sharding is not None)
     _check_precision(precision, cpu, sharding=sharding, bitwise=bitwise)
-    _check_exchange(parallel, sharding)
     if is_sharding_requested() and sharding is None:
         say("sharded", "nothing is sharded or offloaded: each process holds the full model")
 
@@ -336,20 +335,6 @@ def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwi
         raise UserError(
             "--bitwise is not supported for sharded models; "
             "leave --bitwise out, or use a DDP config."
-        )
-
-
-def _check_exchange(parallel: ParallelConfig, sharding: Sharding | None) -> None:
-    """Raise :class:`UserError` if gradients cannot be compressed in this run."""
-    if parallel.approximation is None:
-        return
-    hook = f"--ddp_comm_hook {parallel.ddp_comm_hook}"
-    if parallel.bitwise:
-        raise UserError(f"{hook} is approximate, but --bitwise is exact; leave one of them out.")
-    if sharding is not None:
-        raise UserError(
-            f"{hook} is not supported for sharded models; "
-            "leave --ddp_comm_hook out, or use a DDP config."
         )
 
 

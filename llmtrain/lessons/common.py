@@ -7,12 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from llmtrain import GPT, GPTConfig, Objective, OptimConfig, ParallelConfig, make_optimizer
 from llmtrain.errors import UserError
@@ -131,12 +132,9 @@ class Training:
     Args:
         accelerator: the Accelerator of the lesson.
         model: the model.
-        parallel: how ranks exchange gradients.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, model: nn.Module, parallel: ParallelConfig | None = None
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, model: nn.Module) -> None:
         optimizer = make_optimizer(
             accelerator, model, OptimConfig(optim="adamw", learning_rate=LEARNING_RATE)
         )
@@ -145,7 +143,7 @@ class Training:
             ranks_of(accelerator),
             self.model,
             objective=Objective(),
-            config=parallel or ParallelConfig(),
+            config=ParallelConfig(),
         )
 
     def accumulate(self, batches: Sequence[Batch]) -> torch.Tensor:
@@ -201,12 +199,20 @@ class Training:
                 yield step + 1
 
     @contextlib.contextmanager
-    def recording_sent_bytes(self) -> Iterator[list[int]]:
-        """Yield a list that grows with every bucket that DDP sends, by its bytes."""
+    def recording_sent_bytes(self, in_bf16: bool = False) -> Iterator[list[int]]:
+        """Yield a list that grows with every bucket that DDP sends, by its bytes.
+
+        Args:
+            in_bf16: send and add up gradients in bfloat16, by a hook of PyTorch.
+        """
         sent: list[int] = []
 
-        def watch(bucket: GradBucket, send: BucketAverage, sent_bytes: int) -> BucketFuture:
-            sent.append(sent_bytes)
+        def watch(bucket: GradBucket, send: BucketAverage) -> BucketFuture:
+            if in_bf16:
+                sent.append(bucket.buffer().numel() * torch.bfloat16.itemsize)
+                every_rank: Any = None  # the default group
+                return default_hooks.bf16_compress_hook(every_rank, bucket)
+            sent.append(bucket.buffer().nbytes)
             return send(bucket)
 
         with self.engine.watching_buckets(watch):

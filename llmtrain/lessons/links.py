@@ -1,9 +1,8 @@
 """Slow links: sending less than the full gradient, and what that costs.
 
-Both ways are approximate by design. Gradients can be rounded to 16 bits (--ddp_comm_hook bf16); a
-run with this flag prints at its start that it is approximate. Or every process makes a few steps
-with its own rows only, and then all average their weights. That is local SGD, and this lesson
-writes it in a few lines of torch.
+Both ways are approximate by design, so the recipes offer neither. Gradients can be rounded to 16
+bits, by a hook of PyTorch. Or every process makes a few steps with its own rows only, and then all
+average their weights. That is local SGD, and this lesson writes it in a few lines of torch.
 """
 
 import contextlib
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain import ParallelConfig
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import Training, rank_rows, show, small_gpt
 
@@ -24,31 +22,26 @@ STEPS = 60
 def main() -> None:
     """Train the same model with each way to exchange gradients."""
     accelerator = start_accelerator()
-    exact = ParallelConfig()
-    compressed = ParallelConfig(ddp_comm_hook="bf16")
-
-    _show(accelerator, "full gradients", exact)
-    _show(accelerator, "--ddp_comm_hook bf16", compressed)
-    _show(accelerator, "local SGD, averaged every 4 steps", exact, local_steps=4)
+    _show(accelerator, "full gradients")
+    _show(accelerator, "gradients in bfloat16", in_bf16=True)
+    _show(accelerator, "local SGD, averaged every 4 steps", local_steps=4)
 
 
-def _show(
-    accelerator: Accelerator, name: str, parallel: ParallelConfig, local_steps: int = 1
-) -> None:
+def _show(accelerator: Accelerator, name: str, in_bf16: bool = False, local_steps: int = 1) -> None:
     """Train a small model, and print what was sent and the last loss.
 
     Args:
         accelerator: the Accelerator of this lesson.
         name: what the line is about.
-        parallel: how gradients are sent.
+        in_bf16: send gradients in bfloat16.
         local_steps: steps that every process makes by itself before all average their weights. With
             1, gradients are averaged in every step instead.
     """
-    training = Training(accelerator, small_gpt(), parallel)
+    training = Training(accelerator, small_gpt())
     is_local = local_steps > 1
 
     rank_loss = torch.zeros(())
-    with training.recording_sent_bytes() as sent:
+    with training.recording_sent_bytes(in_bf16) as sent:
         for step in range(STEPS):
             with training.engine.no_sync() if is_local else contextlib.nullcontext():
                 rank_loss = training.step(rank_rows(accelerator, 16, step))

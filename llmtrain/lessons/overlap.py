@@ -77,9 +77,9 @@ def _xray(
     engine = training.engine
     xray = XRay(engine.ranks, engine.phases, engine.model, steps=XRAYED_STEPS)
 
-    def watcher(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketFuture:
+    def watcher(bucket: GradBucket, average: BucketAverage) -> BucketFuture:
         send = _delaying_last_bucket(average) if delays_last_bucket else average
-        return xray.on_bucket(bucket, send, sent_bytes)
+        return xray.on_bucket(bucket, send)
 
     load = partial(rank_rows, accelerator, 16)
     with engine.watching_buckets(watcher):

@@ -35,7 +35,7 @@ class _MarkedTransfer(NamedTuple):
 
     phase_index: int  # of the recorded phase in which the bucket was full
     bucket: int
-    sent_bytes: int  # summed over the processes; fewer than the bucket has if it is compressed
+    sent_bytes: int  # summed over the processes
     ready: Mark  # when the bucket was full on this process
     blocked: float  # seconds of the backward pass that sending took
     end: Mark
@@ -116,14 +116,12 @@ class XRay:
         self,
         bucket: GradBucket,
         send: Callable[[GradBucket], Future[torch.Tensor]],
-        sent_bytes: int,
     ) -> Future[torch.Tensor]:
         """Send a full bucket of gradients, and record its transfer.
 
         Args:
             bucket: the bucket.
             send: averages the bucket over the ranks.
-            sent_bytes: bytes that are summed over the ranks.
         """
         # If the recording begins with the first step of a resumed run, the warm-up before that step
         # sends buckets, too.
@@ -136,7 +134,8 @@ class XRay:
         names = [self._parameter_names.get(parameter, "?") for parameter in bucket.parameters()]
         # DDP rebuilds its buckets after the first step of a run, and numbers them from 0 again. If
         # that step is recorded, too, the later bucket of each number replaces the earlier one here.
-        self._buckets[number] = {"size": bucket.buffer().nbytes, "parameters": names}
+        size = bucket.buffer().nbytes
+        self._buckets[number] = {"size": size, "parameters": names}
 
         ready = self._clock.now()
         send_start = time.perf_counter()
@@ -147,7 +146,7 @@ class XRay:
             transfer = _MarkedTransfer(
                 phase_index=phase_index,
                 bucket=number,
-                sent_bytes=sent_bytes,
+                sent_bytes=size,
                 ready=ready,
                 # If the clock uses events, the call to send only adds work to the device's queue.
                 blocked=0.0 if self._clock.uses_events else send_seconds,

@@ -17,13 +17,6 @@ class ParallelConfig(Config):
     group: ClassVar[str] = "processes"
     affects: ClassVar[str] = "layout"
 
-    ddp_comm_hook: Literal["none", "bf16", "fp16"] = flag(
-        "none",
-        "sum gradients over the processes in bf16 or fp16, which halves the bytes to send but is "
-        "less exact; none: in full precision",
-        affects="gradient",
-        hidden=True,
-    )
     sync_each_batch: bool = flag(
         False,
         "reduce gradients over the processes after every micro-batch instead of once per step; a "
@@ -62,10 +55,3 @@ class ParallelConfig(Config):
         size = self.ddp_bucket_cap_mb
         if size is not None and (size <= 0 or not math.isfinite(size)):
             raise UserError(f"--ddp_bucket_cap_mb {size} is out of range: it must be above 0.")
-
-    @property
-    def approximation(self) -> dict[str, str] | None:
-        """Settings that change the gradients of a run; ``None`` if they are exact."""
-        if self.ddp_comm_hook == "none":
-            return None
-        return {"ddp_comm_hook": self.ddp_comm_hook}

@@ -1,26 +1,22 @@
 """Distributed data parallel: all ranks hold the same weights, and average their gradients."""
 
 import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from llmtrain.console import say
 from llmtrain.interfaces.batches import Batch
 from llmtrain.parallel.engine import BucketFuture, BucketWatcher, Engine
 from llmtrain.parallel.ranks import Ranks
 
 
-def average_exactly(state: None, bucket: GradBucket) -> BucketFuture:
+def average_bucket(bucket: GradBucket) -> BucketFuture:
     """Average a bucket over all ranks, with the bits of DDP without a hook.
 
     DDP multiplies by 1 / ranks. PyTorch's own ``allreduce_hook`` divides by the ranks, which rounds
@@ -30,14 +26,6 @@ def average_exactly(state: None, bucket: GradBucket) -> BucketFuture:
     buffer = bucket.buffer().mul_(1 / dist.get_world_size())
     total: BucketFuture = dist.all_reduce(buffer, async_op=True).get_future()
     return total.then(lambda done: done.value()[0])
-
-
-COMM_HOOKS: dict[str, Callable[[Any, GradBucket], BucketFuture]] = {  # by --ddp_comm_hook
-    "none": average_exactly,
-    "bf16": default_hooks.bf16_compress_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-}
-COMPRESSED_TO = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DDPHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # accelerate has no types
@@ -67,42 +55,23 @@ class ReplicatedEngine(Engine):
     """Data parallelism: every rank holds the full model. A single process is a special case.
 
     Args:
-        comm_hook: ``bf16`` or ``fp16`` to add up gradients in 16 bits, or ``none``.
-        settings: the other arguments of :class:`Engine`.
+        settings: the arguments of :class:`Engine`.
     """
 
-    def __init__(
-        self, ranks: Ranks, model: nn.Module, comm_hook: str = "none", **settings: Any
-    ) -> None:
+    def __init__(self, ranks: Ranks, model: nn.Module, **settings: Any) -> None:
         super().__init__(ranks, model, **settings)
-        self.comm_hook = comm_hook
         self.watcher: BucketWatcher | None = None
-        if comm_hook in COMPRESSED_TO:
-            self._register_hook()
-            dtype = str(COMPRESSED_TO[comm_hook]).removeprefix("torch.")
-            say("exchange", f"approximate: gradients are added up in {dtype}")
 
     @property
     def reduces_gradients(self) -> bool:
         is_ddp = isinstance(self.model, DistributedDataParallel)
         return is_ddp and bool(self.model.require_backward_grad_sync)
 
-    def _register_hook(self) -> None:
-        """Let this engine average the buckets of DDP.
-
-        DDP allows that once, before the first step.
-        """
-        if isinstance(self.model, DistributedDataParallel) and not self.model._comm_hooks:
-            self.model.register_comm_hook(None, self._average)
-
     def _average(self, state: None, bucket: GradBucket) -> BucketFuture:
         """Average a bucket over the ranks, through the watcher if there is one."""
-        average = functools.partial(COMM_HOOKS[self.comm_hook], None)
         if self.watcher is None:
-            return average(bucket)
-        buffer = bucket.buffer()
-        dtype = COMPRESSED_TO.get(self.comm_hook, buffer.dtype)
-        return self.watcher(bucket, average, buffer.numel() * dtype.itemsize)
+            return average_bucket(bucket)
+        return self.watcher(bucket, average_bucket)
 
     @contextlib.contextmanager
     def watching_buckets(self, watcher: BucketWatcher) -> Iterator[None]:
@@ -112,7 +81,9 @@ class ReplicatedEngine(Engine):
         the first step. DDP keeps its hook for good, which then only averages.
         """
         self.watcher = watcher
-        self._register_hook()
+        # DDP takes one hook, before the first step.
+        if isinstance(self.model, DistributedDataParallel) and not self.model._comm_hooks:
+            self.model.register_comm_hook(None, self._average)
         try:
             yield
         finally:

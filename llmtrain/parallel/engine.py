@@ -39,9 +39,8 @@ Result = TypeVar("Result")
 BucketFuture: TypeAlias = torch.futures.Future[torch.Tensor]
 # Begins to average a bucket over the ranks, and does not wait for the mean.
 BucketAverage: TypeAlias = Callable[[GradBucket], BucketFuture]
-# Takes a full bucket, the function that averages it, and the bytes that are summed over the ranks.
-# Returns the future of the mean.
-BucketWatcher: TypeAlias = Callable[[GradBucket, BucketAverage, int], BucketFuture]
+# Takes a full bucket and the function that averages it. Returns the future of the mean.
+BucketWatcher: TypeAlias = Callable[[GradBucket, BucketAverage], BucketFuture]
 
 
 class Engine:

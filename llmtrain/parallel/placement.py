@@ -160,7 +160,6 @@ def engine_for(
             model,
             objective=objective,
             sync_each_batch=config.sync_each_batch,
-            comm_hook=config.ddp_comm_hook,
         )
 
     return ShardedEngine(ranks, model, objective=objective, sync_each_batch=config.sync_each_batch)

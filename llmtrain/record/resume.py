@@ -30,7 +30,7 @@ _WAIT_SECONDS = 60.0  # for an unfinished run whose lock another process still h
 _READER_SECONDS = 1.0  # for a process that only checks whether a run is in progress
 # Keys of the fingerprint that may differ from those of a checkpoint that the user has named. The
 # changes of some are told here; other lines tell how the optimizer has changed.
-_TOLD_KEYS = ("random", "gradient_exchange", "callbacks", "metrics", "own_settings")
+_TOLD_KEYS = ("random", "callbacks", "metrics", "own_settings")
 MAY_CHANGE = (*_TOLD_KEYS, "optimizer", "learning_rates", "early_stopping")
 # Above 0 if the launcher or Slurm has started the same command again.
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")

@@ -195,7 +195,6 @@ def run_fingerprint(
         "optimizer": {**settings.optim.fingerprint, **parts.optimizer_fingerprint()},
         "learning_rates": rates.fingerprint,
         **parts.fingerprint(),
-        "gradient_exchange": settings.parallel.approximation,
         "order": rows.order,
         "early_stopping": stopping,
         "own_settings": settings_fingerprint(settings),

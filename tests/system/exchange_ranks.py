@@ -19,7 +19,6 @@ from torch.distributed import GradBucket
 
 from llmtrain import GPT, GPTConfig, OptimConfig, launch, make_optimizer
 from llmtrain.interfaces.batches import Batch
-from llmtrain.interfaces.objective import StepTotals
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.ddp import DDPHandler, ReplicatedEngine
 from llmtrain.parallel.engine import BucketAverage, BucketFuture, Engine
@@ -40,16 +39,14 @@ def batches_of(engine: Engine, step: int) -> list[Batch]:
     return [{"input_ids": ids, "labels": ids}]
 
 
-def new_engine(
-    accelerator: Accelerator, comm_hook: str = "none"
-) -> tuple[ReplicatedEngine, AcceleratedOptimizer]:
+def new_engine(accelerator: Accelerator) -> tuple[ReplicatedEngine, AcceleratedOptimizer]:
     """Return an engine with a new model of several buckets, and the optimizer."""
     accelerator.ddp_handler = DDPHandler(bucket_mib=0.2)
     config = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=TARGETS_PER_ROW)
     model = GPT(config, VOCABULARY, seed=1)
     optimizer = make_optimizer(accelerator, model, OptimConfig(optim="adamw"))
     model, optimizer = accelerator.prepare(model, optimizer)
-    return ReplicatedEngine(ranks_of(accelerator), model, comm_hook=comm_hook), optimizer
+    return ReplicatedEngine(ranks_of(accelerator), model), optimizer
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -66,7 +63,7 @@ def train(engine: Engine, optimizer: AcceleratedOptimizer, steps: range = range(
     return flatten(engine.model.parameters())
 
 
-def only_average(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketFuture:
+def only_average(bucket: GradBucket, average: BucketAverage) -> BucketFuture:
     return average(bucket)
 
 
@@ -82,42 +79,6 @@ def has_same_bits_if_watched(accelerator: Accelerator) -> bool:
     return torch.equal(weights, weights_if_watched)
 
 
-# --- compressed
-
-
-def gradient(engine: Engine) -> torch.Tensor:
-    """Return the averaged gradient of one step, and leave the weights as they are."""
-    rows = ROWS_PER_RANK * engine.ranks.world_size
-    targets = rows * TARGETS_PER_ROW
-    totals = StepTotals(torch.tensor([targets, targets, 0]))
-    engine.model.zero_grad()
-    engine.forward_backward(batches_of(engine, step=0), totals)
-    return flatten(parameter.grad for parameter in engine.model.parameters())
-
-
-def relative_error(accelerator: Accelerator, comm_hook: str) -> float:
-    """Return how far a compressed gradient is from the one that is sent in float32."""
-    exact_engine, _ = new_engine(accelerator)
-    exact = gradient(exact_engine)
-    compressed_engine, _ = new_engine(accelerator, comm_hook)
-    compressed = gradient(compressed_engine)
-    return float((compressed - exact).norm() / exact.norm())
-
-
-def sent_bytes_of_step(accelerator: Accelerator, comm_hook: str = "none") -> int:
-    """Return the bytes of all buckets of one step."""
-    engine, _ = new_engine(accelerator, comm_hook)
-    bytes_of_buckets: list[int] = []
-
-    def note_bytes(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketFuture:
-        bytes_of_buckets.append(sent_bytes)
-        return average(bucket)
-
-    with engine.watching_buckets(note_bytes):
-        gradient(engine)
-    return sum(bytes_of_buckets)
-
-
 # --- counted
 
 
@@ -126,7 +87,7 @@ def reductions(accelerator: Accelerator) -> list[int]:
     engine, optimizer = new_engine(accelerator)
     counts: list[int] = []
 
-    def count_bucket(bucket: GradBucket, average: BucketAverage, sent_bytes: int) -> BucketFuture:
+    def count_bucket(bucket: GradBucket, average: BucketAverage) -> BucketFuture:
         counts[-1] += 1
         return average(bucket)
 
@@ -146,18 +107,16 @@ def reductions_without_no_sync(accelerator: Accelerator) -> list[int]:
 # --- restarted
 
 
-def has_same_bits_if_restarted(
-    accelerator: Accelerator, rebuilds_buckets: bool, comm_hook: str = "none"
-) -> bool:
+def has_same_bits_if_restarted(accelerator: Accelerator, rebuilds_buckets: bool) -> bool:
     """Return whether a restart between two times three steps changes no bit of the weights."""
-    engine, optimizer = new_engine(accelerator, comm_hook)
+    engine, optimizer = new_engine(accelerator)
     engine.objective = ScaledRows()
     train(engine, optimizer)
     model_state = copy.deepcopy(engine.unwrapped.state_dict())
     optimizer_state = copy.deepcopy(optimizer.state_dict())
     weights = train(engine, optimizer, range(3, 6))
 
-    resumed, resumed_optimizer = new_engine(accelerator, comm_hook)
+    resumed, resumed_optimizer = new_engine(accelerator)
     resumed.objective = engine.objective
     resumed.unwrapped.load_state_dict(model_state)
     resumed_optimizer.load_state_dict(optimizer_state)
@@ -168,7 +127,6 @@ def has_same_bits_if_restarted(
 
 def main() -> None:
     accelerator = start_accelerator()
-    float32_bytes = sent_bytes_of_step(accelerator)
     comparison: dict[str, Any] = {
         "has_same_bits_if_watched": has_same_bits_if_watched(accelerator),
         "has_same_bits_if_restarted": has_same_bits_if_restarted(accelerator, True),
@@ -176,12 +134,6 @@ def main() -> None:
         "reductions": reductions(accelerator),
         "reductions_without_no_sync": reductions_without_no_sync(accelerator),
     }
-    for comm_hook in ("bf16", "fp16"):
-        comparison[comm_hook] = {
-            "relative_error": relative_error(accelerator, comm_hook),
-            "has_same_bits_if_restarted": has_same_bits_if_restarted(accelerator, True, comm_hook),
-            "share_of_bytes": sent_bytes_of_step(accelerator, comm_hook) / float32_bytes,
-        }
     if accelerator.is_main_process:
         Path(sys.argv[1]).write_text(json.dumps(comparison))
 

@@ -46,7 +46,7 @@ GPT_FLAGS = shlex.split("""
     dataset_train_split dataset_test_split eval_dataset columns isolate_documents eval_fraction
     tokenizer global_batch_size per_device_train_batch_size optim learning_rate lr_scheduler_type
     warmup_steps weight_decay adam_beta1 adam_beta2 max_grad_norm ddp_bucket_cap_mb ddp_timeout
-    ddp_comm_hook run_name seed logging_steps eval_steps save_steps save_total_limit max_hours
+    run_name seed logging_steps eval_steps save_steps save_total_limit max_hours
     skip_nonfinite resume_from_checkpoint bitwise torch_compile xray_steps log_rows
     sample_prompts sync_each_batch report_to config
 """)

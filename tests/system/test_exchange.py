@@ -1,4 +1,4 @@
-"""How ranks exchange gradients: watching changes no bit, and 16 bits round and send half the bytes."""
+"""How ranks exchange gradients: watching changes no bit, and a resume adds them as before."""
 
 from pathlib import Path
 
@@ -8,15 +8,10 @@ from tests.launching import read_json, torchrun
 
 def test_how_three_ranks_exchange_gradients(tmp_path: Path) -> None:
     path = tmp_path / "comparison.json"
-    ended = run_forked([*torchrun(3), "tests/system/exchange_ranks.py", str(path)]).assert_ok()
+    run_forked([*torchrun(3), "tests/system/exchange_ranks.py", str(path)]).assert_ok()
     comparison = read_json(path)
 
     assert comparison["has_same_bits_if_watched"]
-    for comm_hook, smallest, largest in [("bf16", 1e-5, 1e-2), ("fp16", 1e-6, 2e-3)]:
-        assert smallest < comparison[comm_hook]["relative_error"] < largest
-        assert comparison[comm_hook]["share_of_bytes"] == 0.5
-        assert comparison[comm_hook]["has_same_bits_if_restarted"]
-    assert "exchange  approximate: gradients are added up in bfloat16" in ended.out
 
     # On two processes, a + b = b + a would hide the difference.
     assert comparison["has_same_bits_if_restarted"]

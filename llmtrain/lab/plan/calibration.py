@@ -60,7 +60,6 @@ def calibrate(
     forced: JsonObject = {
         "global_batch_size": rows * processes,
         "per_device_train_batch_size": rows,
-        "ddp_comm_hook": "none",
     }
     phases = _run_steps(recipe, flags, processes, precision, forced)
 

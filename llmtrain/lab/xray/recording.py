@@ -33,7 +33,7 @@ class Transfer(NamedTuple):
     step: int
     micro_batch: int
     bucket: int
-    sent_bytes: int  # summed over the processes; fewer than the bucket has if it is compressed
+    sent_bytes: int  # summed over the processes
     ready: float  # when the bucket was full on this process
     blocked: float  # seconds of the backward pass that sending took
     end: float
