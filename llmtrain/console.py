@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -83,6 +84,15 @@ def show(text: str) -> None:
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
+def write_line(line: str, stream: TextIO) -> None:
+    """Write a line to stdout or stderr, in one piece.
+
+    ``print`` writes the end of a line by itself. A line of another thread could come in between.
+    """
+    stream.write(f"{line}\n")
+    stream.flush()
+
+
 def say(label: str, text: str) -> None:
     """Print a line of the log on stdout, from rank 0 only.
 
@@ -91,7 +101,7 @@ def say(label: str, text: str) -> None:
     """
     if rank() == 0:
         with contextlib.suppress(OSError):
-            print(printable(labelled(label, text)), flush=True)
+            write_line(printable(labelled(label, text)), sys.stdout)
 
 
 def labelled(label: str, text: str) -> str:
@@ -102,7 +112,7 @@ def labelled(label: str, text: str) -> str:
 def note(message: str) -> None:
     """Print a line on stderr about a problem that does not stop the run."""
     with contextlib.suppress(OSError):
-        print(f"note: {printable(redacted(message))}", file=sys.stderr, flush=True)
+        write_line(f"note: {printable(redacted(message))}", sys.stderr)
 
 
 def print_error(message: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from llmtrain.console import can_show_bars
+from llmtrain.console import can_show_bars, write_line
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.json_types import JsonObject
@@ -97,11 +97,7 @@ class ProgressBar(Callback):
         seconds_left = seconds_per_step * (self.max_steps - step)
         left = tqdm.format_interval(seconds_left)
         with contextlib.suppress(OSError):
-            print(
-                f"step {step:>6}/{self.max_steps}  {text}, {left} left",
-                file=sys.stderr,
-                flush=True,
-            )
+            write_line(f"step {step:>6}/{self.max_steps}  {text}, {left} left", sys.stderr)
 
     def _write_evaluation(self, step: int, entry: Mapping[str, float]) -> None:
         """Write a line with the results of an evaluation."""

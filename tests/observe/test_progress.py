@@ -18,6 +18,14 @@ class Terminal(io.StringIO):
         return True
 
 
+class LogFile(io.StringIO):
+    """Takes whole lines only: between the parts of a line, another thread could write."""
+
+    def write(self, text: str) -> int:
+        assert text.endswith("\n")
+        return super().write(text)
+
+
 @pytest.fixture
 def train(monkeypatch: pytest.MonkeyPatch):
     """A function that makes steps 11 to 50, and returns the text on stderr.
@@ -43,14 +51,14 @@ def train(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_log_file_gets_a_line_every_ten_seconds_and_no_frames(train) -> None:
-    text = train(io.StringIO())
+    text = train(LogFile())
 
     assert "\r" not in text
     lines = text.splitlines()
     assert len(lines) == 10
     assert re.match(r"step +14/50 .* 2\.5000, 1,234 tokens/s, 01:48 left", lines[0])
     assert re.match(r"step +50/50 .* 00:00 left", lines[-1])
-    assert len(train(io.StringIO(), every_entry=True).splitlines()) == 40
+    assert len(train(LogFile(), every_entry=True).splitlines()) == 40
 
 
 def test_a_terminal_gets_a_bar_and_other_ranks_show_nothing(train) -> None:
