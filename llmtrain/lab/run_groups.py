@@ -5,8 +5,6 @@ bits. So the seed is the only noise, and the runs of a group are a sample of it.
 """
 
 import itertools
-import re
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -122,32 +120,6 @@ def seed_of(run: History) -> int | None:
 def code_of(run: History) -> str:
     """Return the hash of the code with which a run began; empty if it is unknown."""
     return str(run.starts[0].get("code_sha256", "")) if run.starts else ""
-
-
-def repeat_command(run: History, count: int) -> str | None:
-    """Return the command that makes runs with so many seeds of the settings of a run.
-
-    Returns:
-        ``None`` if the run has not recorded its command, as in a notebook.
-    """
-    start = run.starts[-1] if run.starts else {}
-    words = [str(word) for word in start.get("command") or []]
-    if not words:
-        return None
-
-    # If the run is one of several seeds already, leave out the flags that made it one of them.
-    seed = run.settings.get("seed")
-    folder = str(run.settings.get("output_dir"))
-    base = re.sub(rf"-seed-{seed}$", "", folder)
-    if base != folder and words[-4:] == ["--seed", str(seed), "--output_dir", folder]:
-        words = words[:-4]
-
-    options = []
-    if start.get("sharded") or start.get("mixed_precision") not in (None, "no"):
-        options += ["--config_file", "ACCELERATE_CONFIG"]
-    elif (start.get("processes") or 1) > 1:
-        options += ["--processes", str(start["processes"])]
-    return shlex.join(["llmtrain", "repeat", *options, str(count), *words])
 
 
 def _names(runs: Sequence[History]) -> list[str]:

@@ -1,10 +1,8 @@
-"""Runs that differ only in the seed are a group, which a report draws as one curve."""
+"""Runs that differ only in the seed are a group."""
 
 from pathlib import Path
 from typing import Any
 
-from llmtrain.lab.commands.report import html, summary
-from llmtrain.lab.report.charts import charts, colors_of, drawn_groups
 from llmtrain.lab.run_groups import find_runs, group_runs
 from llmtrain.record.history import History
 from tests.lab.seed_runs import write_run, write_setting
@@ -89,34 +87,3 @@ def test_a_run_that_is_named_and_found_in_a_folder_counts_once(tmp_path: Path) -
     runs = find_runs([str(paths[2]), str(folder), str(folder / "." / "gpt-seed-0")])
 
     assert [run.folder.name for run in runs] == ["gpt-seed-2", "gpt-seed-0", "gpt-seed-1"]
-
-
-# --- curves
-
-
-def test_a_group_is_drawn_as_a_mean_with_a_band_and_a_single_run_as_it_is(tmp_path: Path) -> None:
-    folders = [
-        write_run(tmp_path / "a-0", seed=0, losses={0: 5.0, 10: 2.0, 20: 1.0}, learning_rate=0.1),
-        write_run(tmp_path / "other", seed=0, losses={0: 4.0, 10: 2.5}, learning_rate=0.2),
-        write_run(tmp_path / "a-1", seed=1, losses={0: 3.0, 10: 3.0}, learning_rate=0.1),
-    ]
-    runs = [History.of_run(folder) for folder in folders]
-
-    group, single, *_ = charts(runs)[0].curves
-
-    assert group.name == "learning_rate 0.1, train: mean of 2 seeds, min to max"
-    assert group.x["step"] == [0, 10], "the second seed is shorter"
-    assert group.x["tokens"] == [0, 1000]
-    assert (group.low, group.y, group.high) == ([3.0, 2.0], [4.0, 2.5], [5.0, 3.0])
-    assert (single.name, single.y, single.low) == ("other, train", [4.0, 2.5], [])
-    assert colors_of(runs) == [0, 1, 0]
-    assert (group.color, single.color) == (0, 1)
-    assert "share a curve" in html(runs)
-    assert summary(runs)["seed_groups"] == [{"name": "learning_rate 0.1", "runs": ["a-0", "a-1"]}]
-
-
-def test_runs_of_the_same_seed_or_without_a_seed_are_drawn_separately(tmp_path: Path) -> None:
-    runs = write_runs(tmp_path, [{"seed": 0}, {"seed": 0}, {"seed": None}])
-
-    assert [group.name for group in drawn_groups(runs)] == ["0", "1", "2"]
-    assert "share a curve" not in html(runs)

@@ -1,19 +1,16 @@
-"""Significance tests agree with scipy's, and decide as often as they should."""
+"""The significance test agrees with scipy's."""
 
-import math
 import random
 
 import pytest
 from scipy import stats
 
-from llmtrain.lab.significance import paired_test, t_quantile, two_sided_p, unpaired_test
+from llmtrain.lab.significance import paired_test, t_quantile, two_sided_p
 
 
-def draw_losses(
-    count: int, *, mean: float = 2.0, deviation: float = 0.1, seed: int = 0
-) -> list[float]:
+def draw_losses(count: int, *, mean: float = 2.0, seed: int = 0) -> list[float]:
     draw = random.Random(seed)
-    return [draw.gauss(mean, deviation) for _ in range(count)]
+    return [draw.gauss(mean, 0.1) for _ in range(count)]
 
 
 # --- the same as scipy
@@ -34,20 +31,7 @@ def test_the_paired_test_is_that_of_scipy(count: int) -> None:
     assert result.p == pytest.approx(expected.pvalue, rel=1e-9)
     assert result.low == pytest.approx(interval.low, rel=1e-9)
     assert result.high == pytest.approx(interval.high, rel=1e-9)
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_the_unpaired_test_is_the_one_of_welch_in_scipy(count: int) -> None:
-    first = draw_losses(count, seed=count)
-    second = draw_losses(2 + count // 3, mean=1.9, deviation=0.3, seed=1000 + count)
-
-    result = unpaired_test(first, second)
-
-    expected = stats.ttest_ind(second, first, equal_var=False)
-    interval = expected.confidence_interval(0.95)
-    assert result.p == pytest.approx(expected.pvalue, rel=1e-9)
-    assert result.low == pytest.approx(interval.low, rel=1e-9)
-    assert result.high == pytest.approx(interval.high, rel=1e-9)
+    assert result.is_decided == (expected.pvalue < 0.05)
 
 
 @pytest.mark.parametrize("degrees", [1, 4.5, 39, 2000])
@@ -64,45 +48,20 @@ def test_quantiles_are_those_of_scipy(degrees: float) -> None:
     assert t_quantile(0.05, degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=1e-9)
 
 
-# --- how many more seeds would decide
-
-
-def pairs_needed(mean: float, deviation: float) -> int:
-    """Return the smallest number of pairs whose interval excludes zero."""
-    for count in range(2, 1001):
-        half_width = stats.t.ppf(0.975, count - 1) * deviation / math.sqrt(count)
-        if half_width < abs(mean):
-            return count
-    raise AssertionError("no number of pairs is enough")
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_more_pairs_are_asked_for_until_they_would_decide(seed: int) -> None:
-    """It is assumed that the mean and the deviation of the differences stay the same."""
-    differences = draw_losses(4, mean=0.02, deviation=0.05, seed=seed)
-
-    result = paired_test(differences)
-
-    needed = pairs_needed(stats.tmean(differences), stats.tstd(differences))
-    assert result.is_decided == (needed <= 4)
-    assert result.more_seeds == max(0, needed - 4)
-
-
 # --- special cases
 
 
 @pytest.mark.parametrize(
     ("differences", "expected"),
     [
-        ([0.5, 0.5, 0.5], (0.5, 0.5, 0.5, 0.0, 0)),
-        ([0.0, 0.0, 0.0], (0.0, 0.0, 0.0, 1.0, None)),
+        ([0.5, 0.5, 0.5], (0.5, 0.5, 0.5, 0.0)),
+        ([0.0, 0.0, 0.0], (0.0, 0.0, 0.0, 1.0)),
     ],
 )
 def test_differences_that_do_not_vary_are_decided_unless_they_are_zero(
     differences: list[float], expected: tuple
 ) -> None:
-    assert paired_test(differences) == expected
+    result = paired_test(differences)
 
-
-def test_groups_that_do_not_vary_are_decided() -> None:
-    assert unpaired_test([2.0, 2.0], [1.0, 1.0]) == (-1.0, -1.0, -1.0, 0.0, 0)
+    assert result == expected
+    assert result.is_decided == (differences[0] != 0)

@@ -2,23 +2,23 @@
 
 The runs are grouped by their settings. With the same seed, a run repeats to the last bit on a CPU,
 or with --bitwise on a GPU, so the seed is the only noise. Runs of two settings are paired by their
-seeds. Each setting is compared with the first: how far apart their mean losses are, with a 95 %
-confidence interval and a p-value (Student's paired t-test; Welch's t-test if the seeds do not pair
-up), and how many more seeds would decide. The table begins with the lowest mean loss.
+seeds. Each setting is compared with the first: how far apart their mean eval losses are, with a
+95 % confidence interval and a p-value (Student's paired t-test). The table begins with the lowest
+mean loss.
 """
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 from llmtrain.console import labelled, pluralize, printable
 from llmtrain.files import json_text
 from llmtrain.json_types import Json
 from llmtrain.lab.identity import have_same_eval_loss
-from llmtrain.lab.run_groups import code_of, find_runs, group_runs, repeat_command, seed_of
-from llmtrain.lab.significance import MeanDifference, Sample, paired_test, unpaired_test
-from llmtrain.quantities import duration_text
+from llmtrain.lab.run_groups import code_of, find_runs, group_runs, seed_of
+from llmtrain.lab.significance import MeanDifference, paired_test
 from llmtrain.record.history import History
 
 EXAMPLES = (
@@ -26,19 +26,13 @@ EXAMPLES = (
     "llmtrain compare runs/gpt-seed-0 runs/gpt-seed-1 runs/slow-seed-0 runs/slow-seed-1",
 )
 
-_EVAL_LOSS = "eval/loss"
-_ABSENT = "\N{EN DASH}"
-# The paired test finds a difference of twice its deviation in nine cases of ten.
-_SUGGESTED_SEEDS = 5
-
 
 class Measurement(NamedTuple):
     """A finished run as one measurement of its settings."""
 
     run: History
     seed: int
-    final_loss: float  # the last eval loss
-    best_loss: float  # the lowest eval loss
+    loss: float  # the last eval loss
 
 
 class MeasuredGroup(NamedTuple):
@@ -47,21 +41,16 @@ class MeasuredGroup(NamedTuple):
     letter: str  # A for the first group
     name: str  # the settings that set it apart; empty if there is only one group
     runs: list[Measurement]
-    final_loss: Sample
-    best_loss: Sample
-    # Seconds of training until the eval loss was as low as the worst final eval loss of all runs;
-    # None if the times were not recorded.
-    seconds_to_target: Sample | None
+    mean: float  # of the losses
+    deviation: float | None  # likewise; None if there is one seed
 
 
 class GroupDifference(NamedTuple):
-    """The losses of one group minus those of another, the first one."""
+    """The losses of a group minus those of the first one."""
 
-    first: str  # the letter of a group
-    second: str
-    paired_seeds: list[int]  # which both groups have; empty if no paired test was made
-    final_loss: MeanDifference | None  # None if a group has a single seed
-    best_loss: MeanDifference | None
+    letter: str
+    seeds: list[int]  # which both groups have
+    loss: MeanDifference | None  # None if they are fewer than two
     verdict: str
 
 
@@ -70,8 +59,6 @@ class GroupComparison(NamedTuple):
 
     groups: list[MeasuredGroup]  # in the order of their first runs
     differences: list[GroupDifference]  # of each group but the first to the first
-    best: GroupDifference | None  # of the group with the lowest mean final eval loss to the next
-    target_loss: float | None  # the worst final eval loss, which all runs reached
     remarks: list[tuple[str, str]]  # a label, and a line about some runs
 
 
@@ -89,13 +76,9 @@ def run(arguments: argparse.Namespace) -> None:
     comparison = compare_groups(find_runs(arguments.folders))
     if arguments.json:
         print(comparison_as_json(comparison))
-        return
-
-    lines = group_lines(comparison)
-    for difference in comparison.differences:
-        lines += _test_lines(difference)
-    lines += _verdict_lines(comparison)
-    print(printable("\n".join(lines)))
+    else:
+        lines = [*group_lines(comparison), *_verdict_lines(comparison)]
+        print(printable("\n".join(lines)))
 
 
 def comparison_as_json(comparison: GroupComparison) -> str:
@@ -128,47 +111,31 @@ def compare_groups(runs: Sequence[History]) -> GroupComparison:
         else:
             remarks.append(("left out", f"{run.folder} {fault}"))
 
-    names = []
-    measurements = []
-    for name, indices in group_runs(usable):
+    groups = []
+    for number, (name, indices) in enumerate(group_runs(usable)):
         measured = [_measurement(usable[i]) for i in indices]
-        names.append(name)
-        measurements.append(_one_for_each_seed(measured, remarks))
+        measured = _one_for_each_seed(measured, remarks)
+        losses = [item.loss for item in measured]
+        group = MeasuredGroup(
+            letter=_letter(number),
+            name=name,
+            runs=measured,
+            mean=statistics.fmean(losses),
+            deviation=statistics.stdev(losses) if len(losses) > 1 else None,
+        )
+        groups.append(group)
 
-    every_measurement = [item for group in measurements for item in group]
-    by_code = {code_of(item.run): str(item.run.folder) for item in reversed(every_measurement)}
+    measured_runs = [item.run for group in groups for item in group.runs]
+    by_code = {code_of(run): str(run.folder) for run in reversed(measured_runs)}
     if len(by_code) > 1:
         folders = " and ".join([*reversed(by_code.values())][:2])
         remarks.append(("code", f"the runs were started with different code: {folders}"))
 
-    target = max((item.final_loss for item in every_measurement), default=None)
-    groups = [
-        MeasuredGroup(
-            letter=_letter(i),
-            name=name,
-            runs=measured,
-            final_loss=Sample.of([item.final_loss for item in measured]),
-            best_loss=Sample.of([item.best_loss for item in measured]),
-            seconds_to_target=_seconds_to(target, measured),
-        )
-        for i, (name, measured) in enumerate(zip(names, measurements, strict=True))
-    ]
-    best = None
-    if len(groups) > 1:
-        lowest, following = _ranked(groups)[:2]
-        best = _difference(following, lowest)
     return GroupComparison(
         groups=groups,
         differences=[_difference(groups[0], group) for group in groups[1:]],
-        best=best,
-        target_loss=target,
         remarks=remarks,
     )
-
-
-def _ranked(groups: Sequence[MeasuredGroup]) -> list[MeasuredGroup]:
-    """Return groups by their mean final eval loss, the best one first."""
-    return sorted(groups, key=lambda group: group.final_loss.mean)
 
 
 def _fault(run: History) -> str | None:
@@ -180,20 +147,20 @@ def _fault(run: History) -> str | None:
     if seed_of(run) is None:
         return "has no seed in run.json"
 
-    losses = [entry[_EVAL_LOSS] for entry in run.entries if _EVAL_LOSS in entry]
-    if not losses:
+    loss = run.latest("eval/loss")
+    if loss is None:
         return "has no eval loss; set --eval_steps above 0, and keep eval rows"
-    # JSON has no word for NaN and infinity, which are logged as null.
-    if not isinstance(losses[-1], int | float) or not math.isfinite(losses[-1]):
+    if not math.isfinite(loss):
         return "ended with an eval loss that is not a number: it has diverged"
     return None
 
 
 def _measurement(run: History) -> Measurement:
-    losses = [loss for loss in run.series(_EVAL_LOSS).values() if math.isfinite(loss)]
     seed = seed_of(run)
+    loss = run.latest("eval/loss")
     assert seed is not None, "a run without a seed is left out"
-    return Measurement(run=run, seed=seed, final_loss=losses[-1], best_loss=min(losses))
+    assert loss is not None, "a run without an eval loss is left out"
+    return Measurement(run=run, seed=seed, loss=loss)
 
 
 def _one_for_each_seed(
@@ -213,7 +180,7 @@ def _one_for_each_seed(
         else:
             text = (
                 f"{names} have the same settings and seed {item.seed}, but eval losses "
-                f"{first.final_loss:.6g} and {item.final_loss:.6g}; only the first counts. To see "
+                f"{first.loss:.6g} and {item.loss:.6g}; only the first counts. To see "
                 f"why: llmtrain diff {first.run.folder} {item.run.folder}"
             )
             remarks.append(("differs", text))
@@ -227,59 +194,22 @@ def _letter(index: int) -> str:
     return f"{letter}{rounds}" if rounds else letter
 
 
-def _seconds_to(target: float | None, measurements: Sequence[Measurement]) -> Sample | None:
-    """Return the seconds of training until each run had evaluated to this loss or a lower one."""
-    seconds = []
-    for item in measurements:
-        logged = zip(item.run.entries, item.run.training_hours(), strict=True)
-        losses = ((entry.get(_EVAL_LOSS), hours) for entry, hours in logged)
-        hours = next(hours for loss, hours in losses if loss is not None and loss <= target)
-        if hours is not None:
-            seconds.append(3600 * hours)
-    return Sample.of(seconds) if len(seconds) == len(measurements) else None
-
-
 def _difference(first: MeasuredGroup, second: MeasuredGroup) -> GroupDifference:
-    """Compare two groups: by pairs of runs if all seeds of the smaller group have a partner."""
-    first_by_seed = {item.seed: item for item in first.runs}
-    second_by_seed = {item.seed: item for item in second.runs}
-    paired_seeds = [seed for seed in first_by_seed if seed in second_by_seed]
-    smaller_size = min(len(first_by_seed), len(second_by_seed))
-    if smaller_size < 2 or len(paired_seeds) < smaller_size:
-        paired_seeds = []
+    """Compare two groups by the pairs of runs that have the same seed."""
+    first_losses = {item.seed: item.loss for item in first.runs}
+    second_losses = {item.seed: item.loss for item in second.runs}
+    seeds = [seed for seed in first_losses if seed in second_losses]
 
-    def test(loss_of: Callable[[Measurement], float]) -> MeanDifference | None:
-        if smaller_size < 2:
-            return None
-        if not paired_seeds:
-            return unpaired_test(
-                [loss_of(item) for item in first.runs], [loss_of(item) for item in second.runs]
-            )
-        return paired_test(
-            [loss_of(second_by_seed[seed]) - loss_of(first_by_seed[seed]) for seed in paired_seeds]
-        )
-
-    final_loss = test(lambda item: item.final_loss)
-    return GroupDifference(
-        first=first.letter,
-        second=second.letter,
-        paired_seeds=paired_seeds,
-        final_loss=final_loss,
-        best_loss=test(lambda item: item.best_loss),
-        verdict=_verdict(first.letter, second.letter, final_loss),
-    )
-
-
-def _verdict(first: str, second: str, test: MeanDifference | None) -> str:
-    if test is None:
-        return f"{second} and {first} cannot be compared: each needs two seeds or more"
-    if test.is_decided:
-        direction = "lower" if test.difference < 0 else "higher"
-        size = _signed(abs(test.difference)).removeprefix("+")
-        return f"{second} is {direction} than {first} by {size} (p = {test.p:.2g})"
-    if test.low == test.high == 0:
-        return f"{second} and {first} have the same losses: the settings make no difference"
-    return f"{second} - {first} cannot be told from noise: {_decision_text(test)}"
+    test = None
+    verdict = f"cannot be compared: {second.letter} and {first.letter} need two seeds in common"
+    if len(seeds) > 1:
+        test = paired_test([second_losses[seed] - first_losses[seed] for seed in seeds])
+        verdict = f"{second.letter} is {'lower' if test.difference < 0 else 'higher'}"
+        if test.low == test.high == 0:
+            verdict = "the same losses: the settings make no difference"
+        elif not test.is_decided:
+            verdict = "cannot be told from noise"
+    return GroupDifference(letter=second.letter, seeds=seeds, loss=test, verdict=verdict)
 
 
 # --- text
@@ -288,61 +218,51 @@ def _verdict(first: str, second: str, test: MeanDifference | None) -> str:
 def group_lines(comparison: GroupComparison) -> list[str]:
     """Return the remarks, and a line and a row of a table for each group, the best one first."""
     lines = [labelled(label, text) for label, text in comparison.remarks]
-    if not comparison.groups:
-        return lines
-
-    target = f"time to {comparison.target_loss:.4f}"
-    rows = [labelled("", f"{'seeds':>5}{'final eval loss':>20}{'best eval loss':>20}{target:>20}")]
-    for group in _ranked(comparison.groups):
+    rows = [labelled("", f"{'seeds':>5}{'eval loss':>20}")]
+    for group in sorted(comparison.groups, key=lambda group: group.mean):
         folders = [str(item.run.folder) for item in group.runs]
         shown = ", ".join(folders) if len(folders) <= 2 else f"{folders[0]} ... {folders[-1]}"
         lines.append(labelled(group.letter, f"{group.name}: {shown}".removeprefix(": ")))
 
-        columns = [
-            _spread(group.final_loss, "{:.4f}".format),
-            _spread(group.best_loss, "{:.4f}".format),
-            _spread(group.seconds_to_target, duration_text),
-        ]
-        numbers = "".join(f"{column:>20}" for column in columns)
-        rows.append(labelled(group.letter, f"{group.final_loss.n:>5}{numbers}"))
-    return lines + rows
+        loss = f"{group.mean:.4f}"
+        if group.deviation is not None:
+            loss += f" ± {group.deviation:.4f}"
+        rows.append(labelled(group.letter, f"{len(group.runs):>5}{loss:>20}"))
+    return [*lines, *rows] if comparison.groups else lines
 
 
-def _spread(sample: Sample | None, as_text: Callable[[float], str]) -> str:
-    """Return a mean and its deviation, such as ``2.9134 ± 0.0123``."""
-    if sample is None:
-        return _ABSENT
-    if sample.deviation is None:
-        return as_text(sample.mean)
-    return f"{as_text(sample.mean)} ± {as_text(sample.deviation)}"
-
-
-def _test_lines(difference: GroupDifference) -> list[str]:
-    """Return a line about the final eval loss, and one about the best if that is another."""
-    method = "the seeds do not pair up: Welch's t-test"
-    if difference.paired_seeds:
-        method = f"paired t-test, {pluralize(len(difference.paired_seeds), 'seed')}"
-    tests = {"final eval loss": difference.final_loss}
-    if difference.best_loss != difference.final_loss:
-        tests["best eval loss"] = difference.best_loss
-
+def _verdict_lines(comparison: GroupComparison) -> list[str]:
+    """Return a line for each comparison, and others that say what follows."""
     lines = []
-    for quantity, test in tests.items():
+    for difference in comparison.differences:
+        text = difference.verdict
+        test = difference.loss
         if test is not None:
             text = (
-                f"{quantity} {_signed(test.difference)}, 95 % interval {_signed(test.low)} to "
-                f"{_signed(test.high)}, p = {test.p:.2g} ({method}); {_decision_text(test)}"
+                f"{_signed(test.difference)}, 95 % interval {_signed(test.low)} to "
+                f"{_signed(test.high)}, p = {test.p:.2g} "
+                f"({pluralize(len(difference.seeds), 'seed')}): {text}"
             )
-            lines.append(labelled(f"{difference.second} - {difference.first}", text))
+        lines.append(labelled(f"{difference.letter} - A", text))
+
+    decided = [test.loss for test in comparison.differences if test.loss and test.loss.is_decided]
+    if decided and len(comparison.differences) > 1:
+        text = (
+            "by chance, one comparison in 20 has p < 0.05, and these are "
+            f"{len(comparison.differences)}: repeat the best setting with new seeds"
+        )
+        lines.append(labelled("note", text))
+
+    single = [group.letter for group in comparison.groups if group.deviation is None]
+    if single:
+        text = f"{', '.join(single)}: one seed cannot tell a gain from noise; use llmtrain repeat"
+        lines.append(labelled("one seed", text))
+    if not comparison.groups:
+        lines.append(labelled("none", "no run can be compared"))
+    elif not comparison.differences:
+        text = "all runs have the same settings: there is nothing to compare"
+        lines.append(labelled("same", text))
     return lines
-
-
-def _decision_text(test: MeanDifference) -> str:
-    if test.is_decided:
-        return "decided"
-    if test.more_seeds is None:
-        return "1,000 seeds would not decide it"
-    return f"about {pluralize(test.more_seeds, 'more seed')} of each would decide it"
 
 
 def _signed(number: float) -> str:
@@ -350,40 +270,3 @@ def _signed(number: float) -> str:
     if number == 0:
         return "0"
     return f"{number:+.4f}" if abs(number) >= 0.001 else f"{number:+.1e}"
-
-
-def _verdict_lines(comparison: GroupComparison) -> list[str]:
-    """Return the lines that say what follows, those about a comparison last."""
-    lines = []
-    for group in comparison.groups:
-        if group.final_loss.n == 1:
-            text = f"{group.letter}: one seed cannot tell a gain from noise"
-            lines.append(labelled("one seed", text))
-            command = repeat_command(group.runs[0].run, _SUGGESTED_SEEDS)
-            if command is not None:
-                lines.append(labelled("", command))
-
-    tests = [difference.final_loss for difference in comparison.differences]
-    if len(tests) > 1 and any(test is not None and test.is_decided for test in tests):
-        text = (
-            f"by chance, one comparison in 20 has p < 0.05, and these are {len(tests)}: "
-            "repeat the best setting with new seeds"
-        )
-        lines.append(labelled("note", text))
-
-    best = comparison.best
-    if best is not None:
-        group = _ranked(comparison.groups)[0]
-        text = f"{group.letter}: {group.name}, final eval loss "
-        text += _spread(group.final_loss, "{:.4f}".format)
-        is_in_verdicts = comparison.groups[0].letter in (best.first, best.second)
-        if not is_in_verdicts:
-            text += f"; next {best.first}: {best.verdict}"
-        lines.append(labelled("best", text))
-
-    verdicts = [difference.verdict for difference in comparison.differences]
-    if not comparison.groups:
-        verdicts = ["no run can be compared"]
-    elif not verdicts:
-        verdicts = ["all runs have the same settings: there is nothing to compare"]
-    return lines + [labelled("verdict", verdict) for verdict in verdicts]

@@ -7,7 +7,6 @@ The exit status is that of the run that did not finish, or 0.
 """
 
 import argparse
-import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -224,8 +223,6 @@ def _summarise(arguments: argparse.Namespace, output_dir: Path, seeds: range) ->
         lines.append(labelled("differ", text))
 
     other = output_dir.with_name("OTHER")
-    recipe = shlex.join([arguments.recipe, *arguments.flags])
-    repeat = f"llmtrain repeat {len(seeds)} {recipe} CHANGED_FLAGS --output_dir {other}"
     compare = f"llmtrain compare {output_dir}-seed-* {other}-seed-*"
-    lines += [labelled("next", repeat), labelled("", compare)]
+    lines.append(labelled("next", f"repeat another setting with these seeds, then {compare}"))
     print("\n".join(lines))

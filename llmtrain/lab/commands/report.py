@@ -18,18 +18,9 @@ from llmtrain.errors import UserError
 from llmtrain.files import json_text, local_path
 from llmtrain.json_types import JsonObject
 from llmtrain.lab.identity import METADATA, flat_record
-from llmtrain.lab.report.charts import (
-    AXES,
-    charts,
-    colors_of,
-    peak_memory,
-    phase_bars,
-    run_names,
-    seed_groups,
-)
+from llmtrain.lab.report.charts import AXES, charts, peak_memory, phase_bars, run_names
 from llmtrain.phase_names import PHASES
 from llmtrain.quantities import duration_text, size_text
-from llmtrain.record.checkpoint import SavedCheckpoint, checkpoints, saved_checkpoints
 from llmtrain.record.history import History, seconds_of
 
 EXAMPLES = (
@@ -38,7 +29,7 @@ EXAMPLES = (
 )
 
 _TEMPLATE = Path(__file__).parents[1] / "report" / "page.html"
-_MAX_SAMPLE_STEPS = 8  # per run; the page shows samples from so many steps
+_SAMPLE_STEPS = 8  # per run; the page shows samples of the last ones
 _ABSENT = "\N{EN DASH}"
 
 # Keys of each start in run.json that the page shows.
@@ -99,9 +90,7 @@ def html(runs: Sequence[History]) -> str:
     environment.filters["as_time"] = lambda seconds: time.strftime(
         "%Y-%m-%d %H:%M:%S", time.localtime(seconds)
     )
-    environment.filters["as_size"] = size_text
 
-    bars = phase_bars(runs)
     names = run_names(runs)
     starts = [run.starts[-1] if run.starts else {} for run in runs]
     template = environment.from_string(_TEMPLATE.read_text())
@@ -109,18 +98,14 @@ def html(runs: Sequence[History]) -> str:
         title=" and ".join(names) if len(runs) <= 3 else f"{len(runs)} runs",
         runs=runs,
         names=names,
-        colors=colors_of(runs),
-        has_seed_groups=bool(seed_groups(runs)),
         commands=[shlex.join(start.get("command", [])) for start in starts],
         overviews=[_format_overview(overview(run)) for run in runs],
-        addresses=tracker_pages(runs),
-        charts=_charts_as_json(runs),
-        bars=None if bars is None else bars._asdict(),
+        charts=charts(runs),
+        bars=phase_bars(runs),
         axes=AXES,
         phases=list(PHASES),
         differing=differing_values(runs),
         events=events(runs),
-        checkpoints=checkpoints_of(runs),
         samples=_shown_samples(runs),
         now=time.time(),
         plotly=plotly,
@@ -141,15 +126,8 @@ def summary(runs: Sequence[History]) -> JsonObject:
     names = run_names(runs)
     return {
         "runs": {name: overview(run) for name, run in zip(names, runs, strict=True)},
-        "seed_groups": [
-            {"name": name, "runs": [names[i] for i in indices]}
-            for name, indices in seed_groups(runs)
-        ],
         "differing": differing_values(runs),
         "events": [event._asdict() for event in events(runs)],
-        "checkpoints": [
-            {"run": number, **checkpoint.as_json()} for number, checkpoint in checkpoints_of(runs)
-        ],
     }
 
 
@@ -210,38 +188,6 @@ def events(runs: Sequence[History]) -> list[Event]:
     for event in sorted(all_events):
         unique.setdefault(event[1:], event)
     return sorted(unique.values())
-
-
-def checkpoints_of(runs: Sequence[History]) -> list[tuple[int, SavedCheckpoint]]:
-    """Return the checkpoints on disk, each after the index of its run, the newest first."""
-    saved: list[tuple[int, SavedCheckpoint]] = []
-    for number, run in enumerate(runs):
-        paths = checkpoints(run.folder / "checkpoints")
-        saved += [(number, checkpoint) for checkpoint in saved_checkpoints(paths)]
-    return saved
-
-
-def _charts_as_json(runs: Sequence[History]) -> list[JsonObject]:
-    content = []
-    for chart in charts(runs):
-        curves = [curve._asdict() for curve in chart.curves]
-        content.append({**chart._asdict(), "curves": curves})
-    return content
-
-
-def tracker_pages(runs: Sequence[History]) -> list[tuple[int, str, str]]:
-    """Return the number of a run, the name of a tracker, and the address of the run's page there.
-
-    An address in ``run.json`` that is no address of the web is left out.
-    """
-    pages = []
-    for number, run in enumerate(runs):
-        trackers = run.record.get("trackers")
-        addresses = trackers if isinstance(trackers, dict) else {}
-        for name, address in addresses.items():
-            if str(address).startswith(("http://", "https://")):
-                pages.append((number, name, address))
-    return pages
 
 
 def _format_overview(values: JsonObject) -> dict[str, str]:
@@ -338,18 +284,9 @@ def _shown_samples(runs: Sequence[History]) -> list[tuple[int, JsonObject]]:
     """Return the samples to show, each after the index of its run."""
     shown = []
     for number, run in enumerate(runs):
-        steps = _evenly_spread_steps(run.samples)
+        steps = sorted({sample["step"] for sample in run.samples})[-_SAMPLE_STEPS:]
         for sample in run.samples:
             is_complete = sample.keys() >= {"prompt", "text"}
             if sample["step"] in steps and is_complete:
                 shown.append((number, sample))
     return shown
-
-
-def _evenly_spread_steps(samples: Sequence[JsonObject]) -> set[int]:
-    """Choose at most ``_MAX_SAMPLE_STEPS`` steps, among them the first and the last."""
-    steps = sorted({sample["step"] for sample in samples})
-    if not steps:
-        return set()
-    last = len(steps) - 1
-    return {steps[round(i * last / (_MAX_SAMPLE_STEPS - 1))] for i in range(_MAX_SAMPLE_STEPS)}

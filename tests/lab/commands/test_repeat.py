@@ -13,7 +13,6 @@ import filelock
 import pytest
 
 from llmtrain.lab.commands import repeat
-from llmtrain.lab.run_groups import repeat_command
 from llmtrain.launching.children import run_to_end
 from llmtrain.record.history import History
 from tests.command_line import run_cli
@@ -258,28 +257,6 @@ def test_a_mistake_is_an_error_of_one_line(
     assert err.count("\n") == 1
 
 
-# --- the command for more seeds
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"processes": 2}, "llmtrain repeat --processes 2 5 recipes/gpt.py"),
-        ({"mixed_precision": "bf16"}, "llmtrain repeat --config_file ACCELERATE_CONFIG 5"),
-        ({"command": []}, "None"),
-    ],
-)
-def test_the_command_for_more_seeds_launches_as_the_run_was_launched(
-    changes: dict[str, Any], expected: str, tmp_path: Path
-) -> None:
-    folder = write_run(tmp_path / "run", 1, LOSSES)
-    record = read_json(folder / "run.json")
-    record["starts"][0] |= changes
-    (folder / "run.json").write_text(json.dumps(record))
-
-    assert str(repeat_command(History.of_run(folder), count=5)).startswith(expected)
-
-
 # --- real processes
 
 LAUNCHER = """
@@ -341,6 +318,6 @@ def test_seeds_run_stop_resume_and_are_compared(tmp_path: Path) -> None:
     names = [group["name"] for group in content["groups"]]
     assert names == ["learning_rate 0.02", "learning_rate 0.0001"]
     (difference,) = content["differences"]
-    assert difference["paired_seeds"] == [0, 1]
-    assert difference["final_loss"]["low"] > 0
-    assert difference["verdict"].startswith("B is higher than A")
+    assert difference["seeds"] == [0, 1]
+    assert difference["loss"]["low"] > 0
+    assert difference["verdict"] == "B is higher"
