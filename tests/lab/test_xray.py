@@ -1,14 +1,13 @@
 """The figures and pictures of an x-ray, for a recording with known times."""
 
 import itertools
-import json
 import re
 from html.parser import HTMLParser
 
 import pytest
 
 from llmtrain.lab.xray.recording import Bucket, Recording, Span, Transfer
-from llmtrain.lab.xray.timeline import as_html, as_lines, as_trace, summary
+from llmtrain.lab.xray.timeline import as_html, as_lines, summary
 from llmtrain.phase_names import PHASES
 
 MS = 1e-3
@@ -141,22 +140,6 @@ def test_the_table_says_how_often_gradients_were_sent() -> None:
     assert "differ between steps" in "\n".join(as_lines(summary(irregular)))
 
 
-# --- the trace
-
-
-def test_the_trace_has_phases_in_microseconds_and_the_parameters_of_buckets() -> None:
-    events = json.loads(json.dumps(as_trace(recording())))["traceEvents"]
-
-    backward = [event for event in events if event["name"] == "backward" and event["pid"] == 1]
-    assert [event["ph"] for event in backward] == ["X", "X"]
-    assert [event["ts"] for event in backward] == [20e3, 120e3]
-    assert [event["dur"] for event in backward] == [40e3, 40e3]
-
-    bucket = next(event for event in events if event["name"] == "bucket 0")
-    assert bucket["args"]["parameters"] == ["h.1.w", "h.1.b"]
-    assert bucket["args"]["sent_bytes"] == 4 << 20
-
-
 # --- the page
 
 
@@ -184,7 +167,7 @@ def test_the_page_draws_every_phase_and_bucket_and_loads_nothing() -> None:
     recorded = recording(wait=12.0)
     lines = as_lines(summary(recorded))
     title = "<script>x-ray</script>"
-    text = as_html(recorded, trace=as_trace(recorded), lines=lines, title=title)
+    text = as_html(recorded, lines, title)
     page = PageReader(text)
 
     assert page.resources == []

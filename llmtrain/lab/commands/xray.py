@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from llmtrain.errors import UserError
+from llmtrain.files import json_text
 from llmtrain.json_types import JsonObject
 from llmtrain.launching.children import (
     gpu_count,
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from llmtrain.lab.xray.recording import Recording
-    from llmtrain.lab.xray.timeline import write_pages
+    from llmtrain.lab.xray.timeline import as_html, as_lines, summary
 
     is_run_folder = Path(arguments.recipe).is_dir()
     separate_recipe_flags(arguments, is_recipe=not is_run_folder)
@@ -67,17 +68,17 @@ def run(arguments: argparse.Namespace) -> None:
         )
 
     folder = Path(arguments.recipe) if is_run_folder else _record(arguments)
-    write_pages(Recording.read(folder), folder)
+    recording = Recording.read(folder)
+    numbers = summary(recording)
+    lines = as_lines(numbers)
+    title = f"x-ray of {folder}: steps {recording.steps[0]} to {recording.steps[-1]}"
+    page = folder / "xray" / "timeline.html"
+    page.write_text(as_html(recording, lines, title))
 
-    result = folder / "xray"
     if arguments.json:
-        print((result / "summary.json").read_text())
-        return
-    print((result / "table.txt").read_text())
-    print(
-        f"Open {result}/timeline.html in a browser, "
-        f"or {result}/trace.json in ui.perfetto.dev or chrome://tracing."
-    )
+        print(json_text(numbers, indent=1))
+    else:
+        print("\n".join([*lines, "", f"Open {page} in a browser."]))
 
 
 def _record(arguments: argparse.Namespace) -> Path:

@@ -1,9 +1,8 @@
 """The recording of some steps that a run with ``--xray_steps`` has made."""
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -52,14 +51,6 @@ class Bucket(NamedTuple):
     parameters: list[str]
 
 
-class Timeline(NamedTuple):
-    """The spans of one process in one step, in their order."""
-
-    step: int
-    rank: int
-    spans: list[Span]
-
-
 class Communication(NamedTuple):
     """Mean seconds of a step on one process."""
 
@@ -71,13 +62,6 @@ class Communication(NamedTuple):
     def hidden_share(self) -> float:
         """The hidden share of the seconds in which buckets travelled."""
         return self.hidden / max(self.hidden + self.exposed, 1e-12)
-
-
-class LastRank(NamedTuple):
-    """The process that fills the first bucket last."""
-
-    rank: int
-    seconds: float  # mean seconds after the process that fills it first
 
 
 @dataclass
@@ -143,12 +127,6 @@ class Recording:
             cost=content["cost"],
         )
 
-    def timelines(self) -> Iterator[Timeline]:
-        """Yield the timeline of each process in each step, ordered by step and rank."""
-        ordered = sorted(self.spans, key=lambda span: (span.step, span.rank, span.start))
-        for (step, rank), spans in groupby(ordered, key=lambda span: (span.step, span.rank)):
-            yield Timeline(step, rank, list(spans))
-
     def sent_by(self, step: int, rank: int) -> list[Transfer]:
         """Return the buckets that a process sent in a step."""
         return [
@@ -166,22 +144,26 @@ class Recording:
 
     def communication(self, step: int | None = None) -> Communication:
         """Return the mean seconds of a process in one step, or in all of them."""
-        by_process = [
-            self._communication_of(timeline)
-            for timeline in self.timelines()
-            if step is None or timeline.step == step
-        ]
+        steps = self.steps if step is None else [step]
+        by_process = []
+        for recorded_step in steps:
+            for rank in range(self.processes):
+                by_process.append(self._communication_of(recorded_step, rank))
         return Communication(
             hidden=statistics.mean(seconds.hidden for seconds in by_process),
             exposed=statistics.mean(seconds.exposed for seconds in by_process),
             waited=statistics.mean(seconds.waited for seconds in by_process),
         )
 
-    def _communication_of(self, timeline: Timeline) -> Communication:
+    def _communication_of(self, step: int, rank: int) -> Communication:
         """Return the seconds of one process in one step."""
-        transfers = self.sent_by(timeline.step, timeline.rank)
+        transfers = self.sent_by(step, rank)
         travelling = _union((transfer.start, transfer.end) for transfer in transfers)
-        waiting = [(span.start, span.end) for span in timeline.spans if span.phase == "exchange"]
+        waiting = [
+            (span.start, span.end)
+            for span in self.spans
+            if (span.step, span.rank, span.phase) == (step, rank, "exchange")
+        ]
 
         travelling_while_waiting = _overlap(travelling, waiting)
         exposed = travelling_while_waiting + sum(transfer.blocked for transfer in transfers)
@@ -204,8 +186,12 @@ class Recording:
             counts.append([sent_in.count(micro_batch) for micro_batch in sorted(micro_batches)])
         return counts
 
-    def last_rank(self) -> LastRank:
-        """Return the process that fills the first bucket last, in the mean over the steps."""
+    def last_rank(self) -> tuple[int, float]:
+        """Return the process that fills the first bucket last, in the mean over the steps.
+
+        Returns:
+            Its rank, and the mean seconds after the process that fills it first.
+        """
         lags_by_rank: list[list[float]] = [[] for _ in range(self.processes)]
         for step in self.steps:
             ready = [self._first_ready(step, rank) for rank in range(self.processes)]
@@ -215,7 +201,7 @@ class Recording:
 
         mean_lags = [statistics.mean(lags) for lags in lags_by_rank]
         rank = max(range(self.processes), key=mean_lags.__getitem__)
-        return LastRank(rank, mean_lags[rank])
+        return rank, mean_lags[rank]
 
     def _first_ready(self, step: int, rank: int) -> float:
         """Return when a process filled its first bucket of a step; 0 if it sent none."""
@@ -226,10 +212,9 @@ class Recording:
 
         The times are mean seconds since the step began.
         """
+        own_spans = [span for span in self.spans if span.rank == 0]
         step_starts = {
-            timeline.step: timeline.spans[0].start
-            for timeline in self.timelines()
-            if timeline.rank == 0
+            step: min(span.start for span in own_spans if span.step == step) for step in self.steps
         }
         transfers = [
             transfer
