@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import filelock
 import pytest
 
-from llmtrain.models.hub_models import origin_of
 from llmtrain.quantities import size_text
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import newest_valid
@@ -94,28 +93,6 @@ def test_an_intact_run_is_described_with_its_checkpoints_the_newest_first(
     assert f" {size_text(size)} " in result.lines[30]
 
 
-def test_a_base_model_that_has_changed_is_named(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = tmp_path / "base"
-    base.mkdir()
-    weights = base / "model.safetensors"
-    weights.write_bytes(b"the weights")
-    record = json.loads((run / "run.json").read_text())
-    record["settings"] = {"model_name_or_path": {"value": str(base), "origin": "command line"}}
-    record["fingerprint"] = {"initial_weights": {"weights": origin_of(str(base))}}
-    write_json(run / "run.json", record)
-
-    unchanged = check(capsys, run)
-    weights.write_bytes(b"THE WEIGHTS")
-    changed = check(capsys, run)
-
-    assert unchanged.status == 0
-    assert "changed" not in unchanged.out
-    assert changed.status == 1
-    assert f"{base} has other weights than the run began with" in changed.out
-
-
 @pytest.mark.parametrize("damage", ["a truncated file", "a missing manifest"])
 def test_damage_is_named_and_the_check_names_the_checkpoint_that_a_resume_loads(
     damage: str, run: Path, capsys: pytest.CaptureFixture[str]
@@ -155,21 +132,14 @@ def test_a_checkpoint_that_no_resume_would_load_is_a_fault(
     assert result.steps_with("a resume loads this one") == [30]
 
 
-def test_damaged_and_temporary_folders_are_named(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_folders_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run / "checkpoints"
     (folder / "step-00000010").rename(folder / "damaged-step-00000010")
-    (folder / ".tmp-step-00000040-123").mkdir()
-    (run / ".tmp-abc").write_text("{")
 
     result = check(capsys, run)
-    assert result.status == 0, "the newest checkpoint is intact"
-    for name in ("damaged-step-00000010", ".tmp-step-00000040-123", ".tmp-abc"):
-        assert name in result.out
 
-    with filelock.FileLock(run / ".lock"):
-        assert ".tmp-step-00000040-123 is being written" in check(capsys, run).out
+    assert result.status == 0, "the newest checkpoint is intact"
+    assert "damaged-step-00000010" in result.out
 
 
 @pytest.mark.parametrize(
@@ -241,26 +211,9 @@ def test_a_check_changes_nothing(
         os.utime(run / ".lock", (1, 1))
     before = file_states(run)
 
-    for path in (run, folder, folder / "step-00000030"):
-        check(capsys, path)
+    check(capsys, run)
 
     assert file_states(run) == before
-
-
-def test_a_checkpoints_folder_or_a_single_checkpoint_can_be_checked(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flip(run / "checkpoints/step-00000010/optimizer/state.safetensors")
-    of_run = check(capsys, run)
-    assert check(capsys, run / "checkpoints") == of_run
-    monkeypatch.chdir(run / "checkpoints")
-    assert check(capsys, Path()) == of_run
-
-    assert check(capsys, run / "checkpoints/step-00000010").status == 1
-    intact = check(capsys, run / "checkpoints/step-00000020")
-    assert intact.status == 0
-    assert [*intact.lines] == [20]
-    assert "preempted at step 30" in intact.out
 
 
 def test_files_with_unexpected_json_are_faults(

@@ -1,17 +1,16 @@
 """List runs with their state, losses and age; or check the checkpoints of one run.
 
-A check reads each checkpoint, and the model that the run began with if it is in a folder. It
-compares their files with their hashes, and changes nothing. The exit status is 0 if all is intact,
-and 1 otherwise. With --finished, the exit status is 0 if the run is finished, and 1 otherwise.
+A check reads each checkpoint and compares its files with their hashes. It changes nothing. The exit
+status is 0 if all is intact, and 1 otherwise. With --finished, the exit status is 0 if the run is
+finished, and 1 otherwise.
 """
 
 import argparse
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.console import note, printable, say
 from llmtrain.errors import UserError, first_line
@@ -19,9 +18,6 @@ from llmtrain.files import UnreadableError, json_text
 from llmtrain.json_types import JsonObject
 from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History, is_run, runs_in
-
-if TYPE_CHECKING:
-    from llmtrain.record.checkpoint import SavedCheckpoint
 
 EXAMPLES = (
     "llmtrain runs",
@@ -48,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         metavar="FOLDER",
         help="the folder whose runs are listed (default: runs); or the word check, followed by a "
-        "run, its checkpoints folder or a single checkpoint",
+        "run",
     )
     parser.add_argument(
         "--sort",
@@ -181,139 +177,73 @@ def _print_table(runs: list[JsonObject]) -> None:
 # --- check
 
 
-class _Target(NamedTuple):
-    """The checkpoints to check.
-
-    Attributes:
-        folder: the run's ``checkpoints`` folder.
-        checkpoints: the checkpoints to read, the oldest first.
-        is_single: whether the user has named a single checkpoint.
-    """
-
-    folder: Path
-    checkpoints: list[Path]
-    is_single: bool = False
-
-
-class _CheckedCheckpoint(NamedTuple):
-    """The results for one checkpoint.
-
-    Attributes:
-        saved: the checkpoint on disk.
-        fault: why it cannot be loaded, or ``None`` if it is intact.
-        is_resumable: whether a resume would load this one, the newest that is intact.
-    """
-
-    saved: "SavedCheckpoint"
-    fault: str | None
-    is_resumable: bool
-
-    def as_json(self) -> JsonObject:
-        return {**self.saved.as_json(), "fault": self.fault, "is_resumable": self.is_resumable}
-
-
 def _check(path: Path, as_json: bool) -> bool:
     """Print the state of a run and of its checkpoints, and return whether all is well."""
-    target = _find_target(path)
-    run_folder = target.folder.parent
-    history = History.read(run_folder)
-    set_aside: list[str] = []
-    leftovers: list[str] = []
-    if not target.is_single:
-        set_aside = _names(target.folder.glob("damaged-*"))
-        leftovers = _names([*run_folder.glob(".tmp-*"), *target.folder.glob(".tmp-*")])
-    is_lost = not target.checkpoints and _has_saved(history, set_aside)
+    from llmtrain.record.checkpoint import checkpoints
+
+    folder = path / "checkpoints"
+    if not is_run(path) and not folder.is_dir():
+        raise UserError(f"{path} is not a run folder; name one, such as runs/gpt.")
+    history = History.read(path)
+    saved = checkpoints(folder)
+    set_aside = sorted(damaged.name for damaged in folder.glob("damaged-*"))
+    is_lost = not saved and (bool(set_aside) or _has_saved(history))
     summary = history.summary()
 
     if not as_json:
-        say("run", f"{run_folder}: {summary}")
-        if target.checkpoints:
+        say("run", f"{path}: {summary}")
+        if saved:
             print(f"{'step':>10}{'size':>12}  {'written':<19}{'eval loss':>10}")
     checked = []
-    for checkpoint in _read_checkpoints(target, history.record.get("fingerprint_sha256")):
+    for checkpoint in _read_checkpoints(saved, history.record.get("fingerprint_sha256")):
         checked.append(checkpoint)
         if not as_json:
             print(printable(_checkpoint_line(checkpoint)), flush=True)
-    changed_model = _changed_model(history)
-    is_well = not is_lost and not any(checkpoint.fault for checkpoint in checked)
-    is_well = is_well and changed_model is None
+    is_well = not is_lost and not any(checkpoint["fault"] for checkpoint in checked)
 
     if as_json:
         content = {
-            "run": str(run_folder),
+            "run": str(path),
             "summary": summary,
             "well": is_well,
-            "checkpoints": [checkpoint.as_json() for checkpoint in checked],
-            "changed_model": changed_model,
+            "checkpoints": checked,
             "set_aside": set_aside,
-            "leftovers": leftovers,
         }
         print(json_text(content, indent=1))
         return is_well
 
-    if changed_model is not None:
-        say("changed", f"{changed_model} has other weights than the run began with; put those back")
     for name in set_aside:
         say("set aside", f"{name}: a resume found it damaged and renamed it")
-    condition = "is incomplete; the next start deletes it"
-    if history.is_in_progress:
-        condition = "is being written or deleted"
-    for name in leftovers:
-        say("leftover", f"{name} {condition}")
     if is_lost:
-        say("none", f"no checkpoint is left in {target.folder}")
-    elif not target.checkpoints:
+        say("none", f"no checkpoint is left in {folder}")
+    elif not saved:
         say("none", "no checkpoint has been made yet")
     return is_well
 
 
-def _find_target(path: Path) -> _Target:
-    """Find out whether the user has named a checkpoint, a run or its folder ``checkpoints``.
-
-    Raises:
-        UserError: if it is none of these.
-    """
-    from llmtrain.record.checkpoint import MANIFEST, checkpoints
-
-    absolute = path.absolute()  # it has a name even if the path is "."
-    is_folder = path.is_dir()
-    if is_folder and (absolute.name.startswith("step-") or (path / MANIFEST).exists()):
-        return _Target(folder=absolute.parent, checkpoints=[absolute], is_single=True)
-
-    if is_run(path) or (path / "checkpoints").is_dir():
-        folder = absolute / "checkpoints"
-        return _Target(folder=folder, checkpoints=checkpoints(folder))
-
-    if is_folder and (absolute.name == "checkpoints" or checkpoints(path)):
-        return _Target(folder=absolute, checkpoints=checkpoints(absolute))
-
-    raise UserError(f"{path} is neither a run folder nor a checkpoint; name one, such as runs/gpt.")
-
-
-def _names(paths: Iterable[Path]) -> list[str]:
-    return [path.name for path in sorted(paths)]
-
-
-def _has_saved(history: History, set_aside: list[str]) -> bool:
+def _has_saved(history: History) -> bool:
     """Return whether a run must have saved a checkpoint at some time."""
     state = history.status.get("state")
-    if set_aside or state in _STATES_AFTER_A_SAVE:
-        return True
     # While a run is running, the step in status.json is that of its latest checkpoint.
-    return bool(state == "running" and history.status.get("step"))
+    is_past_a_save = state == "running" and bool(history.status.get("step"))
+    return is_past_a_save or state in _STATES_AFTER_A_SAVE
 
 
-def _read_checkpoints(target: _Target, fingerprint: str | None) -> Iterator[_CheckedCheckpoint]:
+def _read_checkpoints(paths: list[Path], fingerprint: str | None) -> Iterator[JsonObject]:
     """Yield each checkpoint as soon as it has been read, the newest first.
 
     Args:
-        target: the checkpoints to read.
+        paths: the checkpoints, the oldest first.
         fingerprint: the fingerprint of the run that the checkpoints must belong to.
+
+    Yields:
+        The checkpoint, and its ``fault``: why it cannot be loaded, or ``None`` if it is intact. It
+        ``is_resumable`` if a resume would load this one, the newest that is intact.
     """
     from llmtrain.record.checkpoint import find_fault, saved_checkpoints
 
-    can_resume = not target.is_single
-    for saved in saved_checkpoints(target.checkpoints):
+    can_resume = True
+    for saved in saved_checkpoints(paths):
         try:
             fault = find_fault(saved.path, fingerprint)
         except UnreadableError as error:
@@ -325,51 +255,20 @@ def _read_checkpoints(target: _Target, fingerprint: str | None) -> Iterator[_Che
 
         is_resumable = can_resume and fault is None
         can_resume = can_resume and not is_resumable
-        is_best = saved.is_best and not target.is_single  # others would have to be compared
-        yield _CheckedCheckpoint(
-            saved=saved._replace(is_best=is_best),
-            fault=fault,
-            is_resumable=is_resumable,
-        )
+        yield {**saved.as_json(), "fault": fault, "is_resumable": is_resumable}
 
 
-def _changed_model(history: History) -> str | None:
-    """Return the folder of the model that a run began with, if it has other weights now.
-
-    Its files are read even if their hashes are known, so that a disk that returns other bytes is
-    noticed.
-    """
-    fingerprint = history.record.get("fingerprint") or {}
-    initial_weights = fingerprint.get("initial_weights") or {}
-    sha256 = initial_weights.get("weights", {}).get("sha256")
-    name = history.settings.get("model_name_or_path")
-    if sha256 is None or name is None or not Path(name).is_dir():
-        return None
-    from llmtrain.model_folders import is_adapter
-    from llmtrain.models.adapters import base_of
-    from llmtrain.models.hub_models import origin_of
-
-    if is_adapter(Path(name)):  # it is trained further
-        name, _ = base_of(Path(name))
-        if not Path(name).is_dir():
-            return None
-    if origin_of(name, reread=True)["sha256"] == sha256:
-        return None
-    return str(name)
-
-
-def _checkpoint_line(checkpoint: _CheckedCheckpoint) -> str:
-    saved = checkpoint.saved
-    remarks = [checkpoint.fault or "intact"]
-    if checkpoint.is_resumable:
+def _checkpoint_line(checkpoint: JsonObject) -> str:
+    remarks = [checkpoint["fault"] or "intact"]
+    if checkpoint["is_resumable"]:
         remarks.append("a resume loads this one")
-    if saved.is_best:
+    if checkpoint["is_best"]:
         remarks.append("best eval loss")
 
-    size = size_text(saved.size)
-    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved.written))
-    eval_loss = _format_loss(saved.eval_loss)
-    numbers = f"{saved.step:>10}{size:>12}  {written:<19}{eval_loss:>10}"
+    size = size_text(checkpoint["size"])
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint["written"]))
+    eval_loss = _format_loss(checkpoint["eval_loss"])
+    numbers = f"{checkpoint['step']:>10}{size:>12}  {written:<19}{eval_loss:>10}"
     return f"{numbers}  {'; '.join(remarks)}"
 
 

@@ -187,7 +187,7 @@ def test_a_check_tells_an_unreadable_checkpoint_from_an_intact_one(tmp_path: Pat
     save_checkpoint(tmp_path / "checkpoints", 20)
 
     env = failing("read", "EIO", "step-00000020/model", times=10**6)
-    ended = started(tmp_path, CHECK, tmp_path / "checkpoints", **env)
+    ended = started(tmp_path, CHECK, tmp_path, **env)
 
     assert ended.status == 1
     newest, older = re.findall(r"^ +\d+ .*", ended.out, re.MULTILINE)
