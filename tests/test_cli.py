@@ -96,7 +96,7 @@ def test_python_m_llmtrain_is_the_command_and_prints_the_version() -> None:
         ("", "COMMAND"),
         ("generate no/such/folder", "no/such/folder"),
         ("generate x --temp 1", "--temp - did you mean --temperature? see llmtrain generate"),
-        ("generate x --file=f", "unknown flag --file: use --prompt_file FILE"),
+        ("generate x --file=f", "unknown flag --file: name the file as the input: < FILE"),
         ("generate x --top_k -1", "top_k -1"),
         ("diff a b c", "diff compares two runs"),
         ("init mine finetune", "'finetune' is neither a flag nor the value of one; see llmtrain"),

@@ -16,14 +16,6 @@ EXAMPLES = (
 # The dtypes that --dtype names. This module imports torch only when it runs.
 _DTYPES = ("float32", "bfloat16", "float16")
 
-# Logits may differ by this share of the largest logit if the weights were not rounded.
-_TOLERANCE = 1e-4
-# If they were, logits may differ by this many times the largest relative error of a rounded weight.
-# The errors of a model's matrices have random signs, so those of hundreds of matrices add up to
-# about the square root of their number. Models with 2 to 64 blocks and random weights were at most
-# at 2.2.
-_ROUNDED_TOLERANCE = 16
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="RUN", help="folder of a run, a checkpoint or a model")
@@ -38,11 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=_DTYPES,
         help="dtype of the weights that are written (default: as they are, and with --merge that "
         "of the adapter's base)",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="load the result with transformers, and compare its logits with the original's",
     )
     parser.add_argument(
         "--to",
@@ -86,52 +73,17 @@ def run(arguments: argparse.Namespace) -> None:
         )
 
     result: JsonObject = {"model": str(target)}
-    outcome = ""
     with new_folder(target) as working:
         if arguments.merge:
             write_merged(source, working, arguments.dtype or "auto")
         else:
             write_copy(source, working, arguments.dtype)
-        if arguments.check:
-            difference, largest = _logit_difference(arguments, source, working)
-            result |= {"logits_differ_by": difference, "largest_logit": largest}
-            outcome = f"; its logits differ by {difference:.2g} (the largest is {largest:.2g})"
     base_note = note_on_base(target)
     if base_note:
         result["notes"] = [base_note]
     if arguments.json:
         print(json_text(result))
         return
-    print(f"{target} holds the model ({how_to_load(target)}){outcome}")
+    print(f"{target} holds the model ({how_to_load(target)})")
     if base_note:
         print(f"note: {printable(base_note)}")
-
-
-def _logit_difference(
-    arguments: argparse.Namespace, source: Path, folder: Path
-) -> tuple[float, float]:
-    """Return by how much the logits of an export differ from the original's, and the largest logit.
-
-    Raises:
-        UserError: if they differ by more than rounding explains.
-    """
-    import torch
-
-    from llmtrain.errors import UserError
-    from llmtrain.models.dtypes import stored_dtypes
-    from llmtrain.models.generation import example_logits
-
-    expected = example_logits(str(source))
-    difference = float((expected - example_logits(str(folder))).abs().max())
-    largest = float(expected.abs().max())
-    tolerance = _TOLERANCE
-    if arguments.merge or arguments.dtype:
-        rounding_error = torch.finfo(stored_dtypes(folder).main).eps / 2
-        tolerance = max(_TOLERANCE, _ROUNDED_TOLERANCE * rounding_error)
-    is_same = difference <= tolerance * largest  # False for NaN
-    if not is_same:
-        raise UserError(
-            f"{source}: the logits of its export differ by {difference:.2g} (the largest is "
-            f"{largest:.2g}), so it was removed; leave --check out to keep it."
-        )
-    return difference, largest

@@ -1,15 +1,15 @@
 """Generate text with a trained model, and print it as it is generated.
 
-Without --prompt, the prompts come from --prompt_file or, if it is not a terminal, from the input,
-and each of them is answered in turn. A prompt is a line of text. A line may also be a JSON object
-with a "prompt", which is a text or a list of messages, or with "messages" or "conversations", and
-with "tools". The chat template renders messages as in training. With --json, each result is one
-line of JSON: the object with the "text" added.
+Without --prompt, the prompts come from the input if it is not a terminal, such as "< FILE", and
+each of them is answered in turn. A prompt is a line of text. A line may also be a JSON object with
+a "prompt", which is a text or a list of messages, or with "messages" or "conversations", and with
+"tools". The chat template renders messages as in training. With --json, each result is one line of
+JSON: the object with the "text" added.
 """
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.console import note, show
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     'llmtrain generate runs/gpt --prompt "Return the"',
-    "llmtrain generate runs/finetune --prompt_file prompts.jsonl --json",
+    "llmtrain generate runs/finetune --temperature 0 --json",
 )
 
 
@@ -32,7 +32,7 @@ class _Prompt(NamedTuple):
     """A prompt of the user.
 
     Attributes:
-        source: where it comes from, for messages, such as ``prompts.jsonl, line 3``.
+        source: where it comes from, for messages, such as ``line 3 of the input``.
         content: the text to continue, or the conversation to answer.
         record: the JSON object that the result is added to.
     """
@@ -44,11 +44,6 @@ class _Prompt(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", help="text to continue (default: begin a new text)")
-    parser.add_argument(
-        "--prompt_file",
-        metavar="FILE",
-        help="file of prompts, one on each line: text or JSON (default: the input)",
-    )
     add_model_arguments(parser)
 
 
@@ -103,9 +98,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    all_prompts = _prompts(arguments)
     model, prompts, sampling = load_model(arguments)
-    for number, prompt in enumerate(all_prompts):
+    for number, prompt in enumerate(_prompts(arguments.prompt)):
         if number and not arguments.json:
             print()
         with as_user_error(prompt.source, describe=first_line):
@@ -154,73 +148,47 @@ def load_model(arguments: argparse.Namespace) -> "tuple[TextModel, Prompts, Samp
     return model, prompts, sampling
 
 
-def _prompts(arguments: argparse.Namespace) -> Iterable[_Prompt]:
-    """Return the prompts that the arguments or the input name; those of a file are checked first.
+def _prompts(prompt: str | None) -> Iterator[_Prompt]:
+    """Yield the prompt of the user, or those in the lines of the input as they come.
+
+    Lines without text are left out. If there are no others, the prompt is empty.
 
     Raises:
-        UserError: if a file cannot be read, or holds no prompts.
-    """
-    if arguments.prompt is not None and arguments.prompt_file is not None:
-        raise UserError("--prompt and --prompt_file contradict each other; leave one of them out.")
-    if arguments.prompt_file is not None:
-        try:
-            with open(arguments.prompt_file, encoding="utf-8-sig") as file:  # noqa: PTH123
-                prompts = list(_prompts_in(file, arguments.prompt_file))
-        except OSError as error:
-            raise UserError(f"--prompt_file {arguments.prompt_file}: {error.strerror}.") from None
-        except UnicodeDecodeError:
-            raise UserError(f"--prompt_file {arguments.prompt_file} is not UTF-8 text.") from None
-        if not prompts:
-            raise UserError(f"--prompt_file {arguments.prompt_file} holds no prompts.")
-        return prompts
-
-    if arguments.prompt is None and not sys.stdin.isatty():
-        return _prompts_of_input()
-    prompt = arguments.prompt or ""
-    return [_Prompt("--prompt", prompt, {"prompt": prompt})]
-
-
-def _prompts_of_input() -> Iterator[_Prompt]:
-    """Yield the prompts of the input as they come, or an empty prompt if there are none."""
-    is_empty = True
-    try:
-        for prompt in _prompts_in(sys.stdin, "the input"):
-            is_empty = False
-            yield prompt
-    except UnicodeDecodeError:
-        raise UserError("the input is not UTF-8 text.") from None
-    if is_empty:
-        yield _Prompt("the input", "", {"prompt": ""})
-
-
-def _prompts_in(lines: Iterable[str], name: str) -> Iterator[_Prompt]:
-    """Yield the prompts in lines of text or JSON. Lines without text are left out.
-
-    Args:
-        lines: the lines.
-        name: the name of their source, for error messages.
-
-    Raises:
-        UserError: if a line of a .jsonl file is no JSON object with a prompt, or if nobody can
+        UserError: if a line begins like a JSON object, and is none with a prompt, or if nobody can
             answer it.
     """
     from llmtrain.data.formats import PROMPT_FIELDS, prompt_of
     from llmtrain.data.messages import from_json
 
-    for number, line in enumerate(lines, start=1):
-        text = line.rstrip("\r\n")
+    if prompt is not None or sys.stdin.isatty():
+        yield _Prompt("--prompt", prompt or "", {"prompt": prompt or ""})
+        return
+
+    is_empty = True
+    for number, line in enumerate(_lines_of_input(), start=1):
+        text = line.strip("\ufeff\r\n")
         if not text.strip():
             continue
-        source = f"{name}, line {number}"
+
+        is_empty = False
+        source = f"line {number} of the input"
         record = from_json(text)
         if isinstance(record, dict) and not record.keys().isdisjoint(PROMPT_FIELDS):
             with as_user_error(source, describe=first_line):
                 content = prompt_of(record)
             yield _Prompt(source, content, record)
-        elif name.endswith((".jsonl", ".json")):
+        elif text.startswith('{"'):
             raise UserError(
-                f'{source} is not a JSON object with "prompt", "messages" or "conversations"; '
-                "prompts that are lines of text go into a file with another ending, such as .txt."
+                f'{source} is not a JSON object with "prompt", "messages" or "conversations".'
             )
         else:
             yield _Prompt(source, text, {"prompt": text})
+    if is_empty:
+        yield _Prompt("the input", "", {"prompt": ""})
+
+
+def _lines_of_input() -> Iterator[str]:
+    try:
+        yield from sys.stdin
+    except UnicodeDecodeError:
+        raise UserError("the input is not UTF-8 text.") from None

@@ -146,23 +146,6 @@ class TextModel:
                 yielded = text
 
 
-@torch.no_grad()
-def example_logits(name: str) -> torch.Tensor:
-    """Return float32 logits [1, T, V] of a model folder for up to 64 fixed tokens.
-
-    The first 16 are the last of the vocabulary, which a chat template may have added. They are
-    followed by every seventh token from the beginning of the vocabulary, which starts again if it
-    is small.
-    """
-    model = TextModel(name)
-    model.model.to(dtype=torch.float32)  # type: ignore[call-arg]
-    size = len(model.tokenizer)
-    every_seventh = (7 * i % size for i in range(48))
-    ids = [*range(size)[-16:], *every_seventh][: model.context]
-    out = model.model(torch.tensor([ids], device=model.model.device), use_cache=False)
-    return cast(torch.Tensor, out.logits)
-
-
 def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Sample the next token from its logits [V]."""
     if sampling.temperature < 1e-6:

@@ -87,7 +87,7 @@ def test_a_copy_has_the_chosen_dtype(bases: dict[str, Path], name: str, tmp_path
     byte_tokenizer().save_pretrained(source)
     assert len([*source.glob("*.safetensors")]) > 1
 
-    copy = export(source, tmp_path / "copy", f"--dtype {name} --check")
+    copy = export(source, tmp_path / "copy", f"--dtype {name}")
 
     check_dtype(copy, name, logits(source))
     expected = {key: weight.to(DTYPES[name]) for key, weight in weights_in(source).items()}
@@ -114,7 +114,7 @@ def test_a_merged_model_has_the_dtype_of_its_base_or_the_chosen_one(
                 parameter.normal_(std=0.02)
     adapter = export_model(bundle, tmp_path / "model")
 
-    merged = export(adapter, tmp_path / "merged", f"--merge --check {flags}")
+    merged = export(adapter, tmp_path / "merged", f"--merge {flags}")
 
     exact_logits = logits(adapter, dtype=torch.float32)
     check_dtype(merged, expected, exact_logits)

@@ -173,7 +173,7 @@ def test_the_likeliest_token_alone_is_greedy(text_model: TextModel) -> None:
 
 
 def test_every_prompt_and_every_turn_has_its_own_random_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     tokenizer = numbered_tokenizer()
     torch.manual_seed(0)
@@ -182,10 +182,9 @@ def test_every_prompt_and_every_turn_has_its_own_random_numbers(
     text_model = TextModel(str(tmp_path))
 
     def first_tokens(prompts: list[str]) -> list[str]:
-        path = tmp_path / "prompts.txt"
-        path.write_text("\n".join(prompts))
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(prompts)))
         flags = "--temperature 1 --top_k 0 --max_new_tokens 1 --json"
-        main(["generate", str(tmp_path), "--prompt_file", str(path), *flags.split()])
+        main(["generate", str(tmp_path), *flags.split()])
         return [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
 
     prompts = [f"<{number}>" for number in range(24)]
@@ -349,54 +348,47 @@ def output_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) ->
     return output_of
 
 
-def test_each_line_of_a_file_or_of_the_input_is_a_prompt(
-    folder: Path, text_model: TextModel, output_of, tmp_path: Path
-) -> None:
+def test_each_line_of_the_input_is_a_prompt(folder: Path, text_model: TextModel, output_of) -> None:
     records = [{"id": 7, "prompt": "Hello"}, {"prompt": "two\nlines"}]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
     expected = []
     for record in records:
         text = continuation(text_model, record["prompt"], max_new_tokens=6, temperature=0)
         expected.append({**record, "text": text})
 
-    command = ["generate", str(folder), "--json"]
-    of_file = output_of(*command, "--prompt_file", str(path))
-    of_input = output_of(*command, stdin=path.read_text())
+    stdin = "\n".join(json.dumps(record) for record in records) + "\n\n"
+    output = output_of("generate", str(folder), "--json", stdin=stdin)
 
-    for output in (of_file, of_input):
-        assert [json.loads(line) for line in output.splitlines()] == expected
+    assert [json.loads(line) for line in output.splitlines()] == expected
 
 
-def test_lines_of_text_are_prompts(folder: Path, output_of, tmp_path: Path) -> None:
+def test_lines_of_text_are_prompts(folder: Path, output_of) -> None:
     command = ["generate", str(folder)]
     first = output_of(*command, "--prompt", "Hello", stdin="not read")
     second = output_of(*command, "--prompt", "a {b}")
 
-    assert output_of(*command, stdin="Hello\n\na {b}\n") == f"{first}\n{second}"
-    (tmp_path / "prompts.txt").write_text("Hello\r\na {b}")
-    output = output_of(*command, "--prompt_file", str(tmp_path / "prompts.txt"))
-    assert output == f"{first}\n{second}"
+    assert output_of(*command, stdin="\ufeffHello\r\n\na {b}\n") == f"{first}\n{second}"
     assert output_of(*command, stdin="") == output_of(*command, "--prompt", "")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("stdin", "message"),
     [
-        ("", "holds no prompts"),
-        ("caf\xe9", "is not UTF-8 text"),
-        ("Hello\n", 'line 1 is not a JSON object with "prompt"'),
-        ('{"prompt": 3}', "line 1: field 'prompt' "),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: the prompt ends with"),
+        (b"caf\xe9", "the input is not UTF-8 text"),
+        (b'\n{"prompt": "a"\n', 'line 2 of the input is not a JSON object with "prompt"'),
+        (b'{"prompt": 3}', "line 1 of the input: field 'prompt' "),
+        (b'{"messages": [{"role": "assistant", "content": "a"}]}', "input: the prompt ends with"),
     ],
 )
-def test_a_file_without_prompts_is_refused_before_a_model_is_loaded(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+def test_a_line_that_is_no_prompt_is_an_error_of_one_line(
+    stdin: bytes,
+    message: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(text, encoding="latin-1")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
     with pytest.raises(SystemExit):
-        main(["generate", "no/model", "--prompt_file", str(path)])
+        main(["generate", str(folder)])
     assert message in capsys.readouterr().err
 
 
@@ -493,9 +485,8 @@ def test_generate_sends_what_was_trained(name: str, tmp_path: Path, sent_by: Sen
     tokenizer = tokenizer_of("qwen2_5")
     write_llama(tmp_path, tokenizer)
     record, plain_messages = CONVERSATIONS[name]
-    path = write_records(tmp_path / "prompts.jsonl", [record])
 
-    (prompt,) = sent_by(f"generate {tmp_path} --prompt_file {path}")
+    (prompt,) = sent_by(f"generate {tmp_path}", stdin=json.dumps(record))
 
     answered = {**record, "messages": [*record["messages"], answer("Ans-1")]}
     assert prompt == trained_prompts(tokenizer, answered)[-1]

@@ -262,7 +262,7 @@ def test_trl_trains_an_adapter_through_peft_and_llmtrain_merges_it(
     settings = tmp_path / "adapter" / "generation_config.json"
     assert not settings.exists()
     shutil.copy(adapter / "generation_config.json", settings)
-    main(shlex.split(f"export {tmp_path}/adapter --merge --check --to {tmp_path}/exported"))
+    main(shlex.split(f"export {tmp_path}/adapter --merge --to {tmp_path}/exported"))
 
     exported = TextModel(str(tmp_path / "exported"))
     assert exported.stop_token_ids == original.stop_token_ids
