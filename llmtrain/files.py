@@ -127,8 +127,14 @@ def read_hashed(path: Path) -> Hashed:
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
-def damaged_files(folder: Path, hashes: Mapping[str, Hashed]) -> Iterator[str]:
-    """Read files, several at a time, and yield the names of those that differ from their hashes.
+def hashes_of(files: Iterable[Path]) -> list[Hashed]:
+    """Read files, several at a time, and return the size and hash of each."""
+    with ThreadPoolExecutor() as readers:
+        return list(readers.map(read_hashed, files))
+
+
+def damaged_files(folder: Path, hashes: Mapping[str, Hashed]) -> list[str]:
+    """Read files, and return the names of those that differ from their hashes.
 
     Args:
         folder: the folder of the files.
@@ -137,11 +143,8 @@ def damaged_files(folder: Path, hashes: Mapping[str, Hashed]) -> Iterator[str]:
     Raises:
         OSError: if a file cannot be read.
     """
-    with ThreadPoolExecutor() as readers:
-        contents = readers.map(lambda name: read_hashed(folder / name), hashes)
-        for name, content in zip(hashes, contents, strict=True):
-            if content != hashes[name]:
-                yield name
+    contents = hashes_of(folder / name for name in hashes)
+    return [name for name, content in zip(hashes, contents, strict=True) if content != hashes[name]]
 
 
 def json_text(content: object, indent: int | None = None, **options: Any) -> str:

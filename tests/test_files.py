@@ -15,6 +15,7 @@ from llmtrain import files
 from llmtrain.errors import UserError, explain
 from llmtrain.files import (
     append_json_line,
+    cache_folder,
     local_path,
     new_folder,
     read_object,
@@ -195,3 +196,20 @@ def test_a_name_that_is_not_utf_8_is_refused() -> None:
     with pytest.raises(UserError, match=r"^--output_dir n.\xe9: this name is not UTF-8"):
         local_path(os.fsdecode(b"n\xff\xc3\xa9"), "--output_dir ")
     assert local_path("n\xe9") == "n\xe9"
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("LLMTRAIN_CACHE", "there"),
+        ("XDG_CACHE_HOME", "there/llmtrain"),
+        ("HOME", "there/.cache/llmtrain"),
+    ],
+)
+def test_the_cache_is_where_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, folder: str
+) -> None:
+    for variable in ("LLMTRAIN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, str(tmp_path / "there"))
+    assert cache_folder() == tmp_path / folder

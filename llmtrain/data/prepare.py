@@ -34,14 +34,13 @@ from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import (
     cache_folder,
     damaged_files,
+    hashes_of,
     new_folder,
-    read_hashed,
     read_patiently,
     read_sealed,
     write_sealed,
 )
 from llmtrain.locks import file_lock
-from llmtrain.once_per_machine import once_per_machine
 
 
 def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
@@ -57,8 +56,7 @@ def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
     with contextlib.suppress(OSError):
         return open_entry(folder), True
 
-    # The processes of a launch take turns, also if the disk of the cache has no locks.
-    once_per_machine(f"rows {folder}", lambda: _make_locked(folder, request))
+    _make_locked(folder, request)
     with as_user_error(f"{folder} cannot be read back", describe=first_line):
         return open_entry(folder), False
 
@@ -74,19 +72,13 @@ def open_entry(folder: Path) -> Tokenized:
         UserError: if its disk fails, which is no damage, or if its tokenizer cannot be loaded.
     """
     facts_path = folder / "facts.json"
-    state = facts_path.stat()
+    facts_path.stat()  # raises OSError if there is no such file
     facts = read_sealed(facts_path)
     if not facts:
         raise OSError("facts.json differs from its hash")
-
-    # One process reads the files for all on its machine: they map the same pages of memory. An
-    # entry that was made again has another inode.
-    damaged = once_per_machine(
-        f"damage of {folder} {state.st_ino} {state.st_mtime_ns}",
-        lambda: read_patiently(folder, lambda: " ".join(damaged_files(folder, facts["files"]))),
-    )
+    damaged = read_patiently(folder, lambda: damaged_files(folder, facts["files"]))
     if damaged:
-        raise OSError(f"{damaged} differs from its hash")
+        raise OSError(f"{' '.join(damaged)} differs from its hash")
 
     metadata = DataMetadata(**facts["metadata"])
     if facts["metadata"]["audit"]:
@@ -103,11 +95,8 @@ def open_entry(folder: Path) -> Tokenized:
     return Tokenized(train, eval, tokenizer, metadata)
 
 
-def _make_locked(folder: Path, request: DataRequest) -> str:
+def _make_locked(folder: Path, request: DataRequest) -> None:
     """Make a cache entry, unless another process has done so meanwhile.
-
-    Returns:
-        The name of the entry, because :func:`once_per_machine` passes on a text.
 
     Raises:
         UserError: if the cache folder cannot be written.
@@ -117,7 +106,7 @@ def _make_locked(folder: Path, request: DataRequest) -> str:
         with file_lock(Path(f"{folder}.lock")) as has_lock:
             try:
                 open_entry(folder)
-                return folder.name
+                return
             except OSError as error:
                 if folder.exists():
                     note(f"{folder}: {first_line(error)}; its rows are made again")
@@ -132,7 +121,6 @@ def _make_locked(folder: Path, request: DataRequest) -> str:
             f"the cache folder {folder.parent}: {error.strerror or error}; set LLMTRAIN_CACHE to "
             "another."
         ) from None
-    return folder.name
 
 
 def _make(folder: Path, request: DataRequest) -> None:
@@ -186,7 +174,8 @@ def _make(folder: Path, request: DataRequest) -> None:
             tokenizer.save_pretrained(working / "tokenizer")
 
         files = sorted(path for path in working.rglob("*") if path.is_file())
-        hashes = {str(path.relative_to(working)): read_hashed(path) for path in files}
+        names = [str(path.relative_to(working)) for path in files]
+        hashes = dict(zip(names, hashes_of(files), strict=True))
         content = {"metadata": dataclasses.asdict(metadata), "files": hashes}
         write_sealed(working / "facts.json", content)
 

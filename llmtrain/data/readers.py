@@ -19,8 +19,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, TypeAlias, cast
 
 from llmtrain.console import pluralize, say
 from llmtrain.errors import UserError, first_line
-from llmtrain.file_digests import file_digest
-from llmtrain.files import json_text
+from llmtrain.files import hashes_of, json_text
 
 # Files beside the data of a folder that hold counts and types.
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
@@ -239,8 +238,8 @@ def visible_files(folder: Path) -> list[Path]:
 def digest_of_files(labels: Mapping[Path, str], selection: str = "") -> str:
     """Hash the content of files with a label for each, and what is read of them."""
     digest = hashlib.sha256(selection.encode())
-    for path, label in labels.items():
-        digest.update(os.fsencode(label) + b"\0" + file_digest(path))
+    for label, content in zip(labels.values(), hashes_of(labels), strict=True):
+        digest.update(os.fsencode(label) + b"\0" + bytes.fromhex(content["sha256"]))
     return digest.hexdigest()
 
 

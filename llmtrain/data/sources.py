@@ -37,7 +37,6 @@ from llmtrain.data.readers import (
 )
 from llmtrain.errors import UserError, first_line, hub_error
 from llmtrain.files import json_text, local_path
-from llmtrain.once_per_machine import once_per_machine
 
 if TYPE_CHECKING:
     import datasets
@@ -297,8 +296,7 @@ def records_source(records: PythonRecords, fingerprint: str | None = None) -> So
         records: a ``datasets.Dataset``, a function that yields texts or dictionaries of fields, or
             a list of these. They must always be the same, in the same order.
         fingerprint: of a function, a name that the recipe changes whenever it changes the records.
-            Without it, all records are read at each start, to notice changes; see
-            :func:`once_per_machine`.
+            Without it, each process reads all records at each start, to notice changes.
 
     Raises:
         UserError: if ``records`` is something else, or if it can be read only once.
@@ -335,10 +333,9 @@ def _iterated_source(records: PythonRecords) -> Source:
             digest.update(json_text(record, default=repr).encode() + b"\n")
         return digest.hexdigest()
 
-    task = f"fingerprint of {_definition_of(records)}"
     return Source(
         name,
-        fingerprint=functools.cache(lambda: once_per_machine(task, digest_of_records)),
+        fingerprint=digest_of_records,
         records=lambda field: numbered(function(), f"{name}, record", field),
     )
 

@@ -217,8 +217,6 @@ class ModelBundle:
         weights: the initial weights of parameters on the meta device. Other parameters have theirs.
         start: where the weights came from, for the fingerprint of a run.
         check: called when the model has its weights. It raises UserError if it rejects them.
-        check_files: called when a run resumes after a failure. It raises UserError if the files of
-            the initial weights have changed.
         objective: the loss that is minimised.
         columns: columns that the model takes besides ``input_ids`` and ``labels``.
         prepare_batch: computes, on the host, more inputs of the model from a micro-batch.
@@ -231,7 +229,6 @@ class ModelBundle:
     weights: Weights | None = None
     start: dict[str, Any] | None = None
     check: Callable[[], None] = field(default=lambda: None)
-    check_files: Callable[[], None] = field(default=lambda: None)
     objective: Objective = field(default_factory=Objective)
     columns: frozenset[str] = frozenset()
     prepare_batch: Callable[[Batch], Batch] | None = None

@@ -39,7 +39,6 @@ from llmtrain.models.hub_models import (
 )
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.text_tower import BASE_FILE, copy_processor, stored_base_tensors
-from llmtrain.once_per_machine import once_per_machine
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -66,21 +65,16 @@ def merged_model(adapter: Path) -> str:
             f"with llmtrain export {adapter} --merge, and name that."
         )
     target = folder_beside(adapter, "merged")
-
-    def merge() -> str:
-        with file_lock(target.with_name(f".lock-{target.name}")):
-            if not target.exists():
-                with new_folder(target) as working:
-                    write_merged(adapter, working)
-            elif read_object(target / _MERGED_FROM) != _merged_from(adapter, "auto"):
-                raise UserError(
-                    f"{target} exists and was not merged from {adapter} in the dtypes of its base; "
-                    f"delete it, or name it with --model_name_or_path {target} to start from it."
-                )
-        return str(target)
-
     # The processes of a machine come here at the same time.
-    once_per_machine(f"merged {target}", merge)
+    with file_lock(target.with_name(f".lock-{target.name}")):
+        if not target.exists():
+            with new_folder(target) as working:
+                write_merged(adapter, working)
+        elif read_object(target / _MERGED_FROM) != _merged_from(adapter, "auto"):
+            raise UserError(
+                f"{target} exists and was not merged from {adapter} in the dtypes of its base; "
+                f"delete it, or name it with --model_name_or_path {target} to start from it."
+            )
     say(
         "merged",
         f"{adapter} is an adapter, so its merged model is used: {target} "

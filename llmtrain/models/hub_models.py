@@ -9,9 +9,8 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from llmtrain.errors import UserError, as_user_error
-from llmtrain.file_digests import file_digest
-from llmtrain.files import read_object
+from llmtrain.errors import as_user_error
+from llmtrain.files import hashes_of, read_object
 from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import (
     ADAPTER_WEIGHTS,
@@ -21,7 +20,6 @@ from llmtrain.model_folders import (
     vocabulary_of,
 )
 from llmtrain.models.configuration import refuse_hub_attention
-from llmtrain.once_per_machine import once_per_machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -163,45 +161,22 @@ def commit_of(name: str, revision: str = "main") -> str:
     return Path(path).parent.name
 
 
-def origin_of(name: str, revision: str = "main", *, reread: bool = False) -> JsonObject:
+def origin_of(name: str, revision: str = "main") -> JsonObject:
     """Identify a model: by a hash of the weights and the configuration in its folder.
 
-    One process of each machine reads the folder, unless the hashes of its files are known; see
-    :func:`llmtrain.file_digests.file_digest`. A hub name is identified by the commit of its
-    revision.
+    A hub name is identified by the commit of its revision.
 
     Args:
         name: the folder or hub name of the model.
         revision: a branch, tag or commit on the hub.
-        reread: read the files even if their hashes are known.
     """
     folder = Path(name)
     if not folder.is_dir():
         return {"name": name, "commit": commit_of(name, revision)}
 
-    def read() -> str:
-        files = [*sorted(folder.glob("*.safetensors")), *folder.glob("config.json")]
-        hashes = [file_digest(path, reread=reread).hex() for path in files]
-        return hashlib.sha256("".join(hashes).encode()).hexdigest()
-
-    return {"sha256": once_per_machine(f"origin of {folder.resolve()}, {reread}", read)}
-
-
-def check_origin(name: str, origin: JsonObject) -> None:
-    """Read a model's files again, and check that they are those that identified it.
-
-    Args:
-        name: the folder or hub name of the model.
-        origin: what identified it; see :func:`origin_of`.
-
-    Raises:
-        UserError: if they are not.
-    """
-    if "sha256" in origin and origin_of(name, reread=True) != origin:
-        raise UserError(
-            f"{name}: the weights are not those that the run began with, though their size and "
-            "times are the same; put those back."
-        )
+    files = [*sorted(folder.glob("*.safetensors")), *folder.glob("config.json")]
+    hashes = "".join(content["sha256"] for content in hashes_of(files))
+    return {"sha256": hashlib.sha256(hashes.encode()).hexdigest()}
 
 
 # --- reward models

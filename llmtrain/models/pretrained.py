@@ -34,7 +34,7 @@ from llmtrain.models.configuration import is_hub_kernel
 from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
 from llmtrain.models.experts import ExpertObjective, balance_weight, is_mixture_of_experts
 from llmtrain.models.export import ModelFiles, config_values
-from llmtrain.models.hub_models import check_origin, local_folder, origin_of, with_padding_token
+from llmtrain.models.hub_models import local_folder, origin_of, with_padding_token
 from llmtrain.models.lora import AdapterFiles, add_lora, with_adapter_weights
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.model_classes import build_model
@@ -206,7 +206,6 @@ def load_model(
         weights=_weights_of(trained, initial_weights),
         start=_start(base, lora, adapter, origin, [*outside_text]),
         check=functools.partial(check_model, trained, is_packed=rows.is_packed),
-        check_files=functools.partial(check_origin, name or "", origin),
         objective=objective,
         prepare_batch=prepare_batch,
     )

@@ -49,7 +49,6 @@ class ResumePoint(NamedTuple):
     earlier_record: JsonObject | None = None  # run.json of the unfinished run; None for a new run
     extends: JsonObject | None = None  # what run.json says about the run that this one extends
     damaged_checkpoints: tuple[str, ...] = ()  # the run starts again, because none is intact
-    follows_failure: bool = False  # whether the last start of the run failed or was killed
     recompute_every: int | None = None  # as the run that made the checkpoint has recorded it
 
     @property
@@ -278,7 +277,6 @@ def _resume_point(
         earlier_record=earlier_record or None,
         extends=extends,
         damaged_checkpoints=damaged,
-        follows_failure=earlier_record != {} and _state_of(folder) != "preempted",
         recompute_every=next((n for n in reversed(recomputations) if n is not None), None),
     )
 

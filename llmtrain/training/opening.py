@@ -109,8 +109,6 @@ def open_run(
 
     with contextlib.ExitStack() as contexts:
         resume_point = _choose_folder(contexts, ranks, settings.run, fingerprint, details)
-        if resume_point.follows_failure:
-            ranks.on_all(bundle.check_files)
         keep_recomputation(settings, bundle, resume_point.recompute_every)
         if bundle.recomputation is not None and bundle.recomputation.reason:
             say("recompute", bundle.recomputation.reason)

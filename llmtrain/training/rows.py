@@ -63,8 +63,8 @@ def tokenize(
             texts or of dictionaries of fields, or a function that yields them, always the same
             records in the same order. Then ``data.dataset`` is not read.
         records_fingerprint: a name of your choice for what a function yields, such as "v3". Change
-            it whenever the records change. Without it, one process on each machine reads all
-            records at each start, to notice that they have changed. Lists and data sets need none.
+            it whenever the records change. Without it, each process reads all records at each
+            start, to notice that they have changed. Lists and data sets need none.
         unpaired: the loss takes single answers with a label, not only pairs; ``preference`` says
             so, too.
 

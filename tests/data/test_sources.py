@@ -265,3 +265,12 @@ def test_conversations_need_a_template_even_if_they_have_the_text_of_a_prompt():
             data_config(), ChatConfig(format=format), source, unpaired=False
         )
         assert requested.needs_template == needs_template
+
+
+def test_a_name_stands_for_the_records() -> None:
+    unread = lambda: 1 // 0  # noqa: E731
+    first = records_source(unread, "v1").fingerprint()
+    assert first == records_source(unread, "v1").fingerprint()
+    assert first != records_source(unread, "v2").fingerprint()
+    # Recipes share the cache, and may use the same name for other records.
+    assert first != records_source(lambda: ["a"], "v1").fingerprint()

@@ -6,7 +6,7 @@ import json
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +86,11 @@ def start(
 ):
     """A function that opens a run with the output folder ``tmp_path/run``.
 
-    It takes the fingerprint of the run, a check of the files of the base model, and further flags.
+    It takes the fingerprint of the run, and further flags.
     """
 
     def start(
         fingerprint: dict[str, Any] = FINGERPRINT,
-        check_files: Callable[[], None] = lambda: None,
         **flags: Any,
     ):
         monkeypatch.setattr(opening, "run_fingerprint", lambda *_: fingerprint)
@@ -104,7 +103,7 @@ def start(
             accelerator,
             settings,
             rows,
-            ModelBundle(model, Files(), check_files=check_files),
+            ModelBundle(model, Files()),
             torch.optim.SGD(model.parameters()),
         )
 
@@ -200,22 +199,6 @@ def test_a_run_without_a_readable_status_resumes(train, tmp_path: Path) -> None:
     assert train(steps=[20], crash=True) == "run from step 10"
     status.unlink()
     assert train() == "run from step 20"
-
-
-@pytest.mark.parametrize(
-    ("state", "is_checked"), [("failed", True), ("running", True), ("preempted", False)]
-)
-def test_the_files_of_the_base_model_are_checked_after_a_failure(
-    state: str, is_checked: bool, train, tmp_path: Path
-) -> None:
-    """A process that was killed leaves the state "running"."""
-    checks = []
-    train(steps=[10], crash=True, check_files=lambda: checks.append("first start"))
-    change_status(tmp_path / "run", state=state)
-
-    train(check_files=lambda: checks.append("resume"))
-
-    assert checks == (["resume"] if is_checked else [])
 
 
 def test_files_that_are_not_a_run_are_left_alone(train, tmp_path: Path) -> None:
