@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 from llmtrain._version import __version__
 from llmtrain.config.unknown_names import did_you_mean, hint_for
 from llmtrain.console import prepare_streams
-from llmtrain.errors import MODEL_MEMORY_REMEDY, UserError
+from llmtrain.errors import UserError
 
 
 class Command(NamedTuple):
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     except BaseException as error:
         from llmtrain.launching.process import report
 
-        sys.exit(report(error, MODEL_MEMORY_REMEDY))
+        sys.exit(report(error))
 
 
 def build_parser(commands: Collection[str] = COMMANDS.keys()) -> argparse.ArgumentParser:

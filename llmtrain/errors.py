@@ -8,31 +8,19 @@ import traceback
 from collections.abc import Callable, Iterator
 
 from llmtrain.redaction import redacted
-from llmtrain.shipped import shipped_config
 
+# What to do about an error of the disk, a permission or a name. A file that is not there is a
+# mistake of the program, because the names that a user gives are checked.
 _NO_SPACE = "free some space, or use another folder; what was saved before is intact"
-_NO_ACCESS = "use a file or folder that this user may access"
-_NO_ANSWER = "check the disk or its mount, and start again; what was saved before is intact"
-_OTHER_NAME = "use another file or folder"
 _OS_REMEDIES = {
-    errno.EIO: _NO_ANSWER,
-    errno.ESTALE: _NO_ANSWER,
-    errno.ETIMEDOUT: _NO_ANSWER,
-    errno.ENOTCONN: _NO_ANSWER,
     errno.ENOSPC: _NO_SPACE,
     errno.EDQUOT: _NO_SPACE,
-    errno.EACCES: _NO_ACCESS,
-    errno.EPERM: _NO_ACCESS,
-    errno.EROFS: _NO_ACCESS,
-    errno.ENAMETOOLONG: _OTHER_NAME,
-    errno.ELOOP: _OTHER_NAME,
-    errno.EEXIST: _OTHER_NAME,
-    errno.ENOTDIR: _OTHER_NAME,
     errno.EMFILE: "raise the limit on open files: ulimit -n 4096",
 }
-
-# What to do if there is no memory left, for commands that do not train.
-MODEL_MEMORY_REMEDY = "use a smaller model, or a machine with more memory"
+_OTHER_OS_REMEDY = (
+    "check the disk, the name and your permissions, or use another one; what was saved before is "
+    "intact"
+)
 
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 _UNREACHABLE = "the Hugging Face hub cannot be reached; a local folder works without it"
@@ -116,37 +104,32 @@ def _class_names(error: BaseException) -> set[str]:
     return {kind.__name__ for kind in type(error).__mro__}
 
 
-def explain(error: BaseException, memory_remedy: str | None = None) -> str | None:
+def explain(error: BaseException) -> str | None:
     """Return one line for an error whose cause is outside the program.
 
     Such causes are the disk, missing permissions, memory, and other machines. The errors that
     ``error`` was raised from are searched, too.
 
-    Args:
-        error: the error.
-        memory_remedy: what to do if there is no memory left; by default, what helps a training run.
-
     Returns:
         ``None`` for any other error, whose traceback is needed.
     """
     for link in _chain(error):
-        explanation = _explanation(link, memory_remedy)
+        explanation = _explanation(link)
         if explanation:
             return explanation
     return None
 
 
-def _explanation(error: BaseException, memory_remedy: str | None) -> str | None:
+def _explanation(error: BaseException) -> str | None:
     if isinstance(error, (UserError, FailedElsewhereError)):
         return str(error)
     if is_out_of_memory(error):
-        remedy = memory_remedy or (
-            "use a smaller --per_device_train_batch_size or a smaller model, or shard it with "
-            f"{shipped_config('fsdp2')}; llmtrain plan estimates the memory"
+        return (
+            f"out of memory ({first_line(error)}): use a smaller model, or more memory; llmtrain "
+            "plan computes what a run needs on one GPU, and sharded over several."
         )
-        return f"out of memory ({first_line(error)}): {remedy}."
-    if isinstance(error, OSError) and error.errno in _OS_REMEDIES:
-        remedy = _OS_REMEDIES[error.errno]
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        remedy = _OS_REMEDIES.get(error.errno or 0, _OTHER_OS_REMEDY)
         if error.filename is not None:
             return f"{str(error.filename)[:200]}: {error.strerror}; {remedy}."
         # A write to a full disk may name no file. Other errors without a name may be about

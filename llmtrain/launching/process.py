@@ -77,7 +77,7 @@ def launch(main: Callable[[], object]) -> NoReturn:
     os._exit(status)
 
 
-def report(error: BaseException, memory_remedy: str | None = None) -> int:
+def report(error: BaseException) -> int:
     """Print an error that is being handled, and return the exit status."""
     if isinstance(error, KeyboardInterrupt):
         return 130
@@ -87,7 +87,7 @@ def report(error: BaseException, memory_remedy: str | None = None) -> int:
         print_error(str(error.code))
         return 1
 
-    line = explain(error, memory_remedy)
+    line = explain(error)
     if line is None or debugging():
         print_traceback_with_causes(error)
     if line is None:
