@@ -1,6 +1,6 @@
 """Sphinx builds the documentation site from this folder: `make docs`."""
 
-from llmtrain._version import __version__
+from llmtrain.versions import __version__
 
 project = "llmtrain"
 author = "the llmtrain authors"

@@ -6,7 +6,7 @@ A name is imported when it is first used, so ``import llmtrain`` alone imports n
 import importlib
 from typing import TYPE_CHECKING
 
-from llmtrain._version import __version__ as __version__
+from llmtrain.versions import __version__ as __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; a test keeps it equal to _MODULES
     from llmtrain.config.command_line import parse as parse

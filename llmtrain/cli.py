@@ -7,10 +7,10 @@ import sys
 from collections.abc import Collection
 from typing import Any, NamedTuple, NoReturn
 
-from llmtrain._version import __version__
 from llmtrain.config.unknown_names import did_you_mean, hint_for
 from llmtrain.console import prepare_streams
 from llmtrain.errors import UserError
+from llmtrain.versions import __version__
 
 
 class Command(NamedTuple):

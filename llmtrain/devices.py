@@ -1,10 +1,12 @@
-"""The CPU cores of this process, and data sheets of GPUs: arithmetic, memory and links."""
+"""The CPU cores of this process, and data sheets of GPUs: arithmetic, memory and links.
+
+The numbers of a device that a user writes are read here, too.
+"""
 
 import os
 import re
 from typing import NamedTuple
 
-from llmtrain.config.unknown_names import did_you_mean
 from llmtrain.errors import UserError
 
 # The share of a GPU's memory that tensors cannot have: the context of CUDA and NCCL takes some, and
@@ -45,8 +47,6 @@ class Device(NamedTuple):
 
 _GIB = 2**30
 
-_BRANDS = re.compile(r"^(NVIDIA |Tesla |GeForce )*")  # at the beginning of a name in torch
-
 DEVICES = {  # by the names that --device takes
     "h100-pcie": Device("H100 PCIe", 756e12, 79 * _GIB, 2.0e12, 64e9),
     "h100-80gb": Device("H100 80GB HBM3", 989e12, 79 * _GIB, 3.35e12, 450e9),
@@ -68,54 +68,40 @@ DEVICES = {  # by the names that --device takes
 # measured.
 USUAL_MFU = 0.4
 
-_BYTES_PER_UNIT = {
-    "bit": 1 / 8,
-    "kbit": 1e3 / 8,
-    "mbit": 1e6 / 8,
-    "gbit": 1e9 / 8,
-    "mb": 1e6,
-    "gb": 1e9,
-}
-
-
-def get_device(name: str) -> Device:
-    """Return the device with a name that ``--device`` takes.
-
-    Raises:
-        UserError: if there is no such device. The message lists the names.
-    """
-    device = DEVICES.get(name.lower())
-    if device is None:
-        suggestion = did_you_mean(name.lower(), DEVICES) or "."
-        raise UserError(
-            f"--device {name} is not known{suggestion} Use one of {', '.join(DEVICES)}, or cpu."
-        )
-    return device
+_UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS |= {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
 
 
 def known_device(title: str) -> str | None:
     """Return the name of a device in :data:`DEVICES`, or ``None`` if it is not known.
 
-    A name such as ``H100 NVL`` contains that of another device, so the whole name has to match.
+    A name such as ``H100 NVL`` contains that of another device, so all but the brand has to match.
 
     Args:
         title: the device's name in torch, such as ``NVIDIA H100 PCIe``.
     """
-    without_brand = _BRANDS.sub("", title)
     for name, device in DEVICES.items():
-        if device.title == without_brand:
+        if f" {title}".endswith(f" {device.title}"):
             return name
     return None
 
 
-def bytes_per_second(text: str) -> float:
-    """Parse a rate, such as 400Gbit or 50GB or 50GB/s.
+def size_bytes(text: str, source: str = "") -> float:
+    """Return the bytes of a size such as ``80gb`` or ``1.5 GiB``, or of a rate such as ``400Gbit``.
+
+    Args:
+        text: a number and a unit.
+        source: what has the size, for the error message, such as ``--link`` and a space.
 
     Raises:
-        UserError: if the text is not a rate, or if the rate is 0.
+        UserError: if the text is neither.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+?)(?:/s|ps)?\s*", text)
-    unit = _BYTES_PER_UNIT.get(match[2].lower()) if match else None
-    if match is None or unit is None or float(match[1]) == 0:
-        raise UserError(f"--link {text}: write a rate per second, such as 400Gbit or 50GB.")
-    return float(match[1]) * unit
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]+?)(?:/s|ps)?", text.strip().lower())
+    size = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
+    if size == 0:
+        raise UserError(
+            f"{source}{text} is no size; write a number and a unit: 80gb or 24gib of memory, or "
+            "400gbit or 50gb of a link in a second."
+        )
+    return size

@@ -1,7 +1,8 @@
 import pytest
 
+from llmtrain.console import duration_text, rate_text, size_text
+from llmtrain.devices import size_bytes
 from llmtrain.errors import UserError
-from llmtrain.quantities import duration_text, rate_text, size_bytes, size_text
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,9 @@ def test_sizes(size: float, text: str) -> None:
         ("80gb", 80e9),
         ("24gib", 24 * 2**30),
         ("2tib", 2 * 1024**4),
+        ("400Gbit", 50e9),
+        ("50 GB/s", 50e9),
+        ("100Mbit/s", 12.5e6),
     ],
 )
 def test_a_size_is_read(text: str, size: float) -> None:

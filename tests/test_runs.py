@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import filelock
 import pytest
 
-from llmtrain.quantities import size_text
+from llmtrain.console import size_text
 from llmtrain.record import checkpoint
 from llmtrain.record.checkpoint import newest_valid
 from tests.command_line import run_cli

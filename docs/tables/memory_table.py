@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmtrain.cli import main as llmtrain
-from llmtrain.devices import RESERVED_MEMORY, USUAL_MFU
+from llmtrain.devices import RESERVED_MEMORY, USUAL_MFU, size_bytes
 from llmtrain.lab.plan.hardware import PlanRequest, hardware_of
 from llmtrain.lab.plan.speed import estimate_compute, step_time
 from llmtrain.parallel.ranks import Sharding
-from llmtrain.quantities import size_bytes
 from llmtrain.training.predicted_memory import Memory
 from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.training.recomputation import least_recomputation, recomputed_share

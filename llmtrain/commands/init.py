@@ -13,8 +13,7 @@ from typing import Literal
 
 from llmtrain.console import labelled
 from llmtrain.errors import UserError
-from llmtrain.files import json_text, local_path
-from llmtrain.shipped import shipped_folder
+from llmtrain.files import json_text, local_path, shipped_folder
 
 EXAMPLES = (
     "llmtrain init mine",

@@ -12,11 +12,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmtrain.console import note, printable, say
+from llmtrain.console import duration_text, note, printable, say, size_text
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import UnreadableError, json_text
 from llmtrain.json_types import JsonObject
-from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History, is_run, runs_in
 
 EXAMPLES = (

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from llmtrain.data.order import EvalSampler, GlobalBatchSampler, Mixture, Slot
 from llmtrain.data.packing import LENGTHS, PREFERENCE_COLUMNS, Rows, as_matrices
-from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch, Trimming
-from llmtrain.padded_sizes import padded_size
+from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch, Trimming, padded_size
 from llmtrain.seeds import mix, seed_of
 
 _MIN_POSITIONS = 8  # that the model computes of a trimmed row

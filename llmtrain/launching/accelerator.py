@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore, TCPStore
 from llmtrain.console import pluralize, rank, say
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
+from llmtrain.files import shipped_config
 from llmtrain.launching.launch_checks import check_launch
 from llmtrain.launching.launcher import Launched, launched_by
 from llmtrain.launching.process import check_first_run
@@ -22,7 +23,6 @@ from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
 from llmtrain.parallel.fsdp import let_cpus_shard, sharding_settings
 from llmtrain.parallel.ranks import Sharding, TrainingAccelerator
-from llmtrain.shipped import shipped_config
 
 
 def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAccelerator:

@@ -5,9 +5,9 @@ import shlex
 import sys
 
 from llmtrain.errors import UserError
+from llmtrain.files import shipped_config
 from llmtrain.launching.launcher import launched_by
 from llmtrain.launching.sharding_request import is_on, requested_sharding
-from llmtrain.shipped import shipped_config
 
 # What an accelerate config can enable and llmtrain does not support, by the launcher's variable.
 _UNSUPPORTED = {

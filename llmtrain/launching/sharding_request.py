@@ -5,7 +5,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.errors import UserError
-from llmtrain.shipped import shipped_config
+from llmtrain.files import shipped_config
 
 if TYPE_CHECKING:
     from llmtrain.parallel.ranks import Sharding

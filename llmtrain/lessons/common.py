@@ -17,10 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from llmtrain import GPT, GPTConfig, Objective, OptimConfig, ParallelConfig, make_optimizer
 from llmtrain.errors import UserError
+from llmtrain.files import shipped_folder
 from llmtrain.launching.children import start_command
 from llmtrain.parallel.placement import engine_for, place_sharded
 from llmtrain.parallel.ranks import ranks_of
-from llmtrain.shipped import shipped_folder
 
 # The columns of a micro-batch.
 Batch: TypeAlias = dict[str, torch.Tensor]

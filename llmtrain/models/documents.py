@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmtrain.interfaces.batches import pair_of
+from llmtrain.interfaces.batches import padded_size, pair_of
 from llmtrain.models import attention_cpu, attention_gpu
 from llmtrain.models.attention_cpu import Block
 from llmtrain.models.trainable import put_in_front
-from llmtrain.padded_sizes import padded_size
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llmtrain.interfaces.batches import IGNORED
-from llmtrain.padded_sizes import padded_size
+from llmtrain.interfaces.batches import IGNORED, padded_size
 
 # Takes logits [n, V] in float32 (or wider), the incoming gradient of each position, [n], and the
 # targets [n]. Returns a value for each position, [n], and the gradient of the logits [n, V]. Both

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from llmtrain.console import size_text
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import (
     Hashed,
@@ -28,7 +29,6 @@ from llmtrain.interfaces.model import ModelFormat, TensorConverter
 from llmtrain.json_types import JsonObject
 from llmtrain.parallel.ranks import THIS_RANK, Team
 from llmtrain.parallel.shards import meta_like
-from llmtrain.quantities import size_text
 from llmtrain.record.checkpoint import MANIFEST, STRUCTURE, file_names, path_of, prune
 from llmtrain.record.run_record import with_version
 from llmtrain.record.state_tree import FlatState

@@ -6,6 +6,7 @@
 import torch
 
 from llmtrain.config.flags import value_of
+from llmtrain.console import size_text
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.devices import RESERVED_MEMORY
 from llmtrain.errors import first_line
@@ -16,7 +17,6 @@ from llmtrain.interfaces.model import (
     can_recompute,
 )
 from llmtrain.parallel.ranks import Ranks, Sharding
-from llmtrain.quantities import size_text
 from llmtrain.training.layout import Layout
 from llmtrain.training.predicted_memory import Memory
 from llmtrain.training.recipe_model import RecipeModel

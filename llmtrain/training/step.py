@@ -8,10 +8,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from llmtrain.device_numbers import DeviceScalars
 from llmtrain.errors import UserError, first_line, is_out_of_memory
+from llmtrain.files import shipped_config
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.callback import StepResult, StopVote
 from llmtrain.parallel.engine import Engine
-from llmtrain.shipped import shipped_config
 from llmtrain.training.device_skip import can_skip_on_device, skipped_on_device
 
 

@@ -21,10 +21,9 @@ from llmtrain.data.order import BATCHES_PER_MEGABATCH, GlobalBatchSampler, Mixtu
 from llmtrain.data.packing import Examples, TokenRows, TokenStore, write_rows
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
-from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch
+from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch, padded_size
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.pretrained import load_model
-from llmtrain.padded_sizes import padded_size
 from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.ranks import TrainingAccelerator
 from tests.data.batches import micro_batches_of, shares_of_steps

@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from llmtrain.interfaces.batches import IGNORED
+from llmtrain.interfaces.batches import IGNORED, padded_size
 from llmtrain.models import loss
 from llmtrain.models.loss import linear_nll, matmul_dtype, target_nll, target_positions_of
-from llmtrain.padded_sizes import padded_size
 
 WIDTH = 6
 VOCABULARY = 78

@@ -9,9 +9,10 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.devices import bytes_per_second, get_device, known_device
+from llmtrain.devices import known_device
 from llmtrain.errors import UserError
 from llmtrain.interfaces.objective import Objective
+from llmtrain.lab.plan.hardware import PlanRequest, hardware_of
 from llmtrain.lab.plan.layouts import fitting_sizes
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.gpt import GPT
@@ -229,17 +230,16 @@ def test_micro_batches_that_fit_divide_the_rows_of_a_process() -> None:
 # --- devices
 
 
-def test_a_bandwidth_has_a_unit_of_bits_or_bytes() -> None:
-    assert bytes_per_second("400Gbit") == bytes_per_second("50 GB/s") == 50e9
-    assert bytes_per_second("100Mbit/s") == bytes_per_second("100Mbit") == 12.5e6
-
-
-@pytest.mark.parametrize("text", ["fast", "400", "0Gbit"])
-def test_a_bandwidth_or_a_device_that_is_not_known_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="--link"):
-        bytes_per_second(text)
-    with pytest.raises(UserError, match="--device"):
-        get_device(text)
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [({"link": "fast"}, "--link fast is no size"), ({"device": "h1000"}, "use one of h100-pcie")],
+)
+def test_a_bandwidth_or_a_device_that_is_not_known_is_refused(
+    option: dict[str, str], problem: str
+) -> None:
+    request = PlanRequest("gpt.py", [], processes=9, **({"device": "h100-80gb"} | option))
+    with pytest.raises(UserError, match=problem):
+        hardware_of(request)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from llmtrain.console import labelled, pluralize
+from llmtrain.console import duration_text, labelled, pluralize, rate_text, size_text
 from llmtrain.devices import USUAL_MFU
 from llmtrain.files import json_text
 from llmtrain.json_types import JsonObject
-from llmtrain.quantities import duration_text, rate_text, size_text
 from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
 
 if TYPE_CHECKING:

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.console import labelled
+from llmtrain.console import duration_text, labelled, size_text
 from llmtrain.errors import UserError
 from llmtrain.files import json_text, local_path
 from llmtrain.json_types import JsonObject
 from llmtrain.lab.identity import METADATA, flat_record
 from llmtrain.lab.report.charts import AXES, charts, peak_memory, phase_bars, run_names
 from llmtrain.phase_names import PHASES
-from llmtrain.quantities import duration_text, size_text
 from llmtrain.record.history import History, seconds_of
 
 EXAMPLES = (

@@ -13,15 +13,15 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from llmtrain.config.flags import configs_of, value_of
-from llmtrain.devices import RESERVED_MEMORY
+from llmtrain.console import size_text
+from llmtrain.devices import RESERVED_MEMORY, size_bytes
 from llmtrain.errors import UserError
+from llmtrain.files import shipped_config
 from llmtrain.interfaces.model import can_recompute
 from llmtrain.lab.plan.hardware import PlanRequest
 from llmtrain.lab.plan.layouts import Plan, plan_without_layouts, shardings
 from llmtrain.lab.plan.speed import estimate_compute, step_time
 from llmtrain.parallel.ranks import Sharding
-from llmtrain.quantities import size_bytes, size_text
-from llmtrain.shipped import shipped_config
 from llmtrain.training.predicted_memory import Memory
 from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.training.recomputation import least_recomputation, recomputed_share

@@ -10,9 +10,8 @@ from llmtrain.devices import (
     DEVICES,
     USUAL_MFU,
     Device,
-    bytes_per_second,
-    get_device,
     known_device,
+    size_bytes,
 )
 from llmtrain.errors import UserError
 from llmtrain.lab.plan.calibration import calibrate, measured_peak
@@ -76,7 +75,10 @@ def hardware_of(request: PlanRequest) -> tuple[Device, Cluster]:
     name = device_name(request.device)
     is_gpu = name.lower() != "cpu"
     if is_gpu:
-        device = get_device(name)
+        if name.lower() not in DEVICES:
+            names = ", ".join(DEVICES)
+            raise UserError(f"--device {name} is not known; use one of {names}, or cpu.")
+        device = DEVICES[name.lower()]
         per_machine = request.per_machine or device.per_machine
     else:
         per_machine = request.per_machine or 1
@@ -95,7 +97,7 @@ def hardware_of(request: PlanRequest) -> tuple[Device, Cluster]:
         )
 
     latency = NCCL_LATENCY if is_gpu else GLOO_LATENCY
-    bandwidth_between = bytes_per_second(request.link) if request.link else device.link
+    bandwidth_between = size_bytes(request.link, "--link ") if request.link else device.link
     cluster = Cluster(
         per_machine=per_machine,
         inside=Link(bandwidth=device.link, latency=latency["inside"]),

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmtrain.devices import get_device
+from llmtrain.devices import DEVICES
 from llmtrain.lab.commands.plan import notes
 from llmtrain.lab.plan.layouts import Plan, PlannedLayout, _plan_layout
 from llmtrain.lab.plan.speed import Cluster, Link
@@ -37,7 +37,7 @@ def plan_of(global_batch_size: int, per_device_train_batch_size: int) -> Plan:
     )
 
     recipe = RecipeModel(model, settings, precision="bf16", rows=SimpleNamespace(positions=32))
-    device = get_device("h100-80gb")
+    device = DEVICES["h100-80gb"]
     link = Link(device.link, 0.0)
     return Plan(
         memory=Memory.of(recipe, on_gpu=True),
