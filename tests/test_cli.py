@@ -109,7 +109,6 @@ def test_python_m_llmtrain_is_the_command_and_prints_the_version() -> None:
         ("runs . --sort size", "--sort"),
         ("runs --finished .", ". is not a run folder"),
         ("runs --finished . runs", "--finished"),
-        ("learn ring --all", "--all"),
     ],
 )
 def test_a_mistake_is_an_error_of_one_line_and_nothing_is_written(

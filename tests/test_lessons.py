@@ -77,4 +77,4 @@ def test_a_lesson_that_does_not_hold_says_so(tmp_path: Path) -> None:
     ended = run([str(BIN / "llmtrain"), "learn", "ring"], env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     assert ended.status == 2
     assert "AssertionError" in ended.err
-    assert "error: these lessons failed on this machine: ring;" in ended.err
+    assert "error: the lesson ring failed on this machine;" in ended.err

@@ -6,6 +6,7 @@ import sys
 
 from llmtrain import launch
 from llmtrain.errors import UserError
+from llmtrain.lessons import LESSONS
 
 
 def main() -> None:
@@ -15,14 +16,13 @@ def main() -> None:
         UserError: if the lesson needs another number of processes.
     """
     name = sys.argv[1]
-    lesson = importlib.import_module(f"llmtrain.lessons.{name}")
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started != lesson.PROCESSES:
+    if started != LESSONS[name]:
         raise UserError(
-            f"the lesson {name} needs {lesson.PROCESSES} processes, and {started} started; "
+            f"the lesson {name} needs {LESSONS[name]} processes, and {started} started; "
             f"use: llmtrain learn {name}"
         )
-    lesson.main()
+    importlib.import_module(f"llmtrain.lessons.{name}").main()
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ from llmtrain.lessons.common import (
     small_gpt,
 )
 
-PROCESSES = 1
-
 
 def main() -> None:
     """Compute one gradient in two ways, then train."""

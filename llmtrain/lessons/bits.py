@@ -13,8 +13,6 @@ from torch import nn
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import batch, claim, flat_gradient, rows, show, small_gpt
 
-PROCESSES = 4
-
 
 def main() -> None:
     """Add the same gradients one after the other, by an all-reduce, and as a tree."""

@@ -1,26 +1,24 @@
 """A small model, rows, and ways to print and to run recipes, for all lessons."""
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from llmtrain import GPT, GPTConfig, Objective, OptimConfig, ParallelConfig, make_optimizer
-from llmtrain.errors import UserError
 from llmtrain.files import shipped_folder
 from llmtrain.launching.children import start_command
-from llmtrain.parallel.placement import engine_for, place_sharded
+from llmtrain.parallel.placement import engine_for
 from llmtrain.parallel.ranks import ranks_of
+from llmtrain.training.step import train_step
 
 # The columns of a micro-batch.
 Batch: TypeAlias = dict[str, torch.Tensor]
@@ -70,19 +68,6 @@ def claim(text: str, holds: bool, expected: bool = True) -> None:
     assert holds == expected, text
 
 
-def error_of(check: Callable[..., object], *arguments: object) -> str:
-    """Return the message of the ``UserError`` that a check raises.
-
-    Raises:
-        AssertionError: if the check raises no error.
-    """
-    try:
-        check(*arguments)
-    except UserError as error:
-        return str(error)
-    raise AssertionError(f"{check.__name__} found nothing wrong")
-
-
 # --- model and data
 
 
@@ -90,14 +75,6 @@ def small_gpt(n_layer: int = 2, n_embd: int = 64) -> GPT:
     """Return a model with the same initial weights on every rank."""
     config = GPTConfig(n_layer=n_layer, n_head=4, n_embd=n_embd, block_size=BLOCK)
     return GPT(config, VOCABULARY, seed=0)
-
-
-def sharded_gpt(accelerator: Accelerator) -> GPT:
-    """Return the model of :func:`small_gpt`, sharded over the ranks."""
-    with torch.device("meta"):
-        model = small_gpt()
-    place_sharded(ranks_of(accelerator), model, model.initial_weights(0))
-    return model
 
 
 def rows(count: int, step: int = 0) -> torch.Tensor:
@@ -161,7 +138,7 @@ class Training:
         return sums.loss / totals.divisor.to(sums.loss.dtype)
 
     def step(self, tokens: torch.Tensor, max_grad_norm: float = 1.0) -> torch.Tensor:
-        """Change the weights by one step of the optimizer, as the package's loop does.
+        """Change the weights by one step of the package's loop.
 
         Args:
             tokens: this rank's rows.
@@ -170,15 +147,8 @@ class Training:
         Returns:
             This rank's part of the mean loss.
         """
-        loss = self.accumulate([batch(tokens)])
-
-        self.engine.phases.begin("norm")
-        self.engine.clip_grad_norm(max_grad_norm).item()  # waits for the other ranks
-
-        self.engine.phases.begin("optimizer")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss
+        result = train_step(self.engine, self.optimizer, [batch(tokens)], max_grad_norm)
+        return result.sums.loss / result.denominator
 
     def steps(self, count: int, load: Callable[[int], torch.Tensor]) -> Iterator[int]:
         """Make steps, and name their phases as the package's loop does.
@@ -198,26 +168,6 @@ class Training:
                 phases.begin("other", step + 1)
                 yield step + 1
 
-    @contextlib.contextmanager
-    def recording_sent_bytes(self, in_bf16: bool = False) -> Iterator[list[int]]:
-        """Yield a list that grows with every bucket that DDP sends, by its bytes.
-
-        Args:
-            in_bf16: send and add up gradients in bfloat16, by a hook of PyTorch.
-        """
-        sent: list[int] = []
-
-        def watch(bucket: GradBucket, send: BucketAverage) -> BucketFuture:
-            if in_bf16:
-                sent.append(bucket.buffer().numel() * torch.bfloat16.itemsize)
-                every_rank: Any = None  # the default group
-                return default_hooks.bf16_compress_hook(every_rank, bucket)
-            sent.append(bucket.buffer().nbytes)
-            return send(bucket)
-
-        with self.engine.watching_buckets(watch):
-            yield sent
-
 
 def flat_gradient(model: nn.Module) -> torch.Tensor:
     """Return a copy of the gradient of all parameters, as one vector."""
@@ -230,7 +180,7 @@ def training_run(
     steps: int,
     *flags: str,
     processes: int = 1,
-    launcher: tuple[str, ...] = ("--standalone",),
+    restarts: int = 0,
 ) -> "Iterator[subprocess.Popen[bytes]]":
     """Run recipes/gpt.py under torchrun, and wait for its end when the block ends.
 
@@ -239,7 +189,7 @@ def training_run(
         steps: how many steps it makes.
         flags: further flags of the recipe.
         processes: how many processes torchrun starts.
-        launcher: further options of torchrun.
+        restarts: how often torchrun starts them again after a failure.
 
     Yields:
         The process of torchrun, which leads its own session.
@@ -247,11 +197,13 @@ def training_run(
     Raises:
         AssertionError: if the run fails.
     """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *launcher]
     command = [
-        *torchrun,
-        "--nproc-per-node",
-        str(processes),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--max-restarts={restarts}",
+        f"--nproc-per-node={processes}",
         f"{shipped_folder('recipes')}/gpt.py",
         *(f"--{name}={value}" for name, value in TINY_RUN.items()),
         f"--max_steps={steps}",
@@ -263,10 +215,3 @@ def training_run(
         yield process
         _, errors = process.communicate(timeout=100)
         assert process.returncode == 0, errors.decode(errors="replace")[-2000:]
-
-
-def logged(folder: Path, key: str) -> list[tuple[int, float]]:
-    """Return the steps and values that a run has logged: a line of metrics.jsonl has several."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    entries = [json.loads(line) for line in lines]
-    return [(entry["step"], entry[key]) for entry in entries if key in entry]

@@ -8,7 +8,6 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import Training, claim, rank_rows, show_measured, small_gpt
 from llmtrain.observe.stragglers import Stragglers
 
-PROCESSES = 2
 STEPS = 13
 SLEEP_SECONDS = 0.05  # by which rank 1 loads its data later
 

@@ -15,7 +15,6 @@ from accelerate.utils import gather_object
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import show
 
-PROCESSES = 2
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 

@@ -27,7 +27,6 @@ from llmtrain.lessons.common import (
 )
 from llmtrain.observe.xray import XRay
 
-PROCESSES = 2
 DELAY_SECONDS = 0.05
 
 # The medians are over twenty steps, because other programs run as well.

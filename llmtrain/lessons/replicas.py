@@ -2,11 +2,10 @@
 
 import torch
 
+from llmtrain.errors import UserError
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.lessons.common import Training, claim, error_of, rank_rows, show, small_gpt
+from llmtrain.lessons.common import Training, claim, rank_rows, show, small_gpt
 from llmtrain.observe.replicas import check_replicas
-
-PROCESSES = 2
 
 
 def main() -> None:
@@ -38,5 +37,8 @@ def main() -> None:
         are_same,
         expected=False,
     )
-    error = error_of(check_replicas, training.engine.ranks, training.model)
-    show(f"llmtrain compares them regularly, and would stop: {error.partition(';')[0]}")
+    try:
+        check_replicas(training.engine.ranks, training.model)
+    except UserError as error:
+        difference = str(error).partition(";")[0]
+    show(f"llmtrain compares them regularly, and would stop: {difference}")

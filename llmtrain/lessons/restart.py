@@ -12,9 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from llmtrain.lessons.common import claim, logged, show, training_run
+from llmtrain.lessons.common import claim, show, training_run
 
-PROCESSES = 1
 STEPS = 60
 
 
@@ -22,13 +21,7 @@ def main() -> None:
     """Kill a rank in the middle of a run, and check which steps the run has logged."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
-        with training_run(
-            folder,
-            STEPS,
-            "--save_steps=5",
-            processes=2,
-            launcher=("--standalone", "--max-restarts", "1"),
-        ) as launcher:
+        with training_run(folder, STEPS, "--save_steps=5", processes=2, restarts=1) as launcher:
             while not any((folder / "checkpoints").glob("step-*[1-9]0")):
                 assert launcher.poll() is None, "the run ended too early"
                 time.sleep(0.01)
@@ -36,13 +29,13 @@ def main() -> None:
             show("rank 1 was killed with SIGKILL, in a run that had saved step 10 or a later one")
 
         first_start, second_start = json.loads((folder / "run.json").read_text())["starts"]
-        losses = logged(folder, "train/loss")
+        entries = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
 
     claim(
         "the run began at step 0, and again at step 10 or later",
         first_start["step"] == 0 and second_start["step"] >= 10,
     )
-    logged_steps = [step for step, _ in losses]
+    logged_steps = [entry["step"] for entry in entries if "train/loss" in entry]
     claim(
         f"every step from 1 to {STEPS} is logged once",
         logged_steps == list(range(1, STEPS + 1)),

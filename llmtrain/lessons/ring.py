@@ -26,8 +26,6 @@ from llmtrain.lessons.common import (
     small_gpt,
 )
 
-PROCESSES = 4
-
 
 def ring_all_reduce(tensor: torch.Tensor) -> int:
     """Replace a tensor by its sum over all ranks.

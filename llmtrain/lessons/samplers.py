@@ -14,7 +14,6 @@ from torch.utils.data import DistributedSampler, TensorDataset
 from llmtrain.data.order import GlobalBatchSampler
 from llmtrain.lessons.common import claim, show
 
-PROCESSES = 1
 ROWS = 10
 BATCH = 4
 STEPS = -(-ROWS // BATCH)

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from llmtrain.lessons.common import claim, show, training_run
 
-PROCESSES = 1
 STEPS = 8
 
 

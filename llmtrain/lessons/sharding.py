@@ -20,12 +20,11 @@ from llmtrain.lessons.common import (
     claim,
     rank_rows,
     rows,
-    sharded_gpt,
     show,
     small_gpt,
 )
-
-PROCESSES = 2
+from llmtrain.parallel.placement import place_sharded
+from llmtrain.parallel.ranks import ranks_of
 
 
 def main() -> None:
@@ -37,7 +36,10 @@ def main() -> None:
 
 def _train_sharded(accelerator: Accelerator, full_model: GPT) -> None:
     """Train a sharded model on all ranks, and the full model in each rank by itself."""
-    training = Training(accelerator, sharded_gpt(accelerator))
+    with torch.device("meta"):
+        model = small_gpt()
+    place_sharded(ranks_of(accelerator), model, model.initial_weights(0))
+    training = Training(accelerator, model)
     model_bytes = sum(parameter.nbytes for parameter in training.model.parameters())
     rank_bytes = sum(parameter.to_local().nbytes for parameter in training.model.parameters())
     share = rank_bytes / model_bytes
