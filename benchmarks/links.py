@@ -79,7 +79,6 @@ def train(
                 "multi_node",
                 machine_rank=machine_rank,
                 main_process_ip=ADDRESS[machines[0]],
-                mixed_precision="no",
                 num_processes=processes,
             )
             command = [*launch, GPT_RECIPE, *recipe_flags, *flags(output_dir=folder)]

@@ -105,22 +105,22 @@ def prepare_recipe_data(folder: Path, recipe_flags: list[str]) -> None:
 
 def run_gpt_recipe(folder: Path, recipe_flags: list[str]) -> None:
     """Run recipes/gpt.py, in bf16 if the CPU has instructions for it."""
-    evaluate_at_the_ends = flags(
+    run_flags = flags(
         eval_fraction=EVAL_FRACTION,
         eval_steps=100_000,
         save_steps=100_000,
         logging_steps=100,
+        mixed_precision=half_precision(),
     )
     run(
         [
             sys.executable,
             GPT_RECIPE,
             *recipe_flags,
-            *evaluate_at_the_ends,
+            *run_flags,
             *new_run_flags(folder / "run"),
         ],
         LLMTRAIN_CACHE=str(folder / "cache"),
-        ACCELERATE_MIXED_PRECISION=half_precision(),
     )
 
 

@@ -102,7 +102,6 @@ def measure_memory() -> None:
                 processes=2,
                 device="cpu",
                 per_machine=2,
-                mixed_precision="no",
             )
             for layout in as_json(make_plan(request))["layouts"]:
                 compare_memory(table, case, layout, folder)
@@ -113,7 +112,7 @@ def compare_memory(table: Table, case: MemoryCase, layout: dict[str, Any], folde
     """Add the rows of a case and a layout."""
     sizes = layout["bytes"]
     name = f"{case.name}, {layout['name']}"
-    launch = launcher(CONFIG_OF_LAYOUT[layout["name"]], mixed_precision="no")
+    launch = launcher(CONFIG_OF_LAYOUT[layout["name"]])
     run_folder = folder / name.replace(" ", "-")
     measured = measure_run(launch, case.recipe, case.recipe_flags, run_folder, _TIMEOUT)
 

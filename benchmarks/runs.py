@@ -170,9 +170,10 @@ def recipe_speed(
         threads: threads of each process.
         processes: how many processes; ``None`` for the number in the config.
     """
-    launch = launcher(config, mixed_precision=precision, num_processes=processes)
+    launch = launcher(config, num_processes=processes)
+    precision_flags = flags(mixed_precision=precision)
     run(
-        [*launch, recipe, *recipe_flags, *new_run_flags(folder)],
+        [*launch, recipe, *recipe_flags, *precision_flags, *new_run_flags(folder)],
         threads,
         LLMTRAIN_CACHE=str(folder.parent / "cache"),
     )

@@ -17,7 +17,7 @@ class RecipePlan(NamedTuple):
     """How a recipe is planned.
 
     Attributes:
-        precision: mixed precision, ``no`` or ``bf16``.
+        precision: mixed precision of ``auto``, ``no`` or ``bf16``.
         folder: a temporary folder for files that a run would write.
     """
 
@@ -38,7 +38,7 @@ def planning(precision: str) -> Iterator[None]:
     """Plan whatever recipe the block runs.
 
     Args:
-        precision: mixed precision, ``no`` or ``bf16``.
+        precision: mixed precision of ``auto``, ``no`` or ``bf16``.
     """
     with tempfile.TemporaryDirectory() as folder:
         token = _plan.set(RecipePlan(precision, Path(folder)))

@@ -31,23 +31,31 @@ def set_variables(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
 
 # --- precision
 
+DEFAULT_AFTER_NO = " (default; for float32: --mixed_precision no after the recipe)"
+
 
 @pytest.mark.parametrize(
-    ("requested", "device", "sharded", "precision"),
+    ("flag", "launcher", "device", "precision", "remark"),
     [
-        (None, "a GPU with bfloat16", False, "bf16"),
-        (None, "a GPU that emulates it", False, "fp16"),
-        (None, "a GPU that emulates it", True, "no"),
-        (None, "a CPU", False, "no"),
-        ("fp16", "a GPU with bfloat16", False, "fp16"),
-        ("bf16", "a CPU", False, "bf16"),
+        ("auto", None, "a GPU with bfloat16", "bf16", " (default)"),
+        ("auto", "", "a GPU that emulates it", "fp16", " (default)"),
+        ("auto", None, "shards on such a GPU", "no", ""),
+        ("auto", "no", "a CPU", "no", ""),
+        ("auto", "no", "a GPU with bfloat16", "bf16", DEFAULT_AFTER_NO),
+        ("auto", "fp16", "a GPU with bfloat16", "fp16", ""),
+        ("auto", "bf16", "a CPU", "bf16", ""),
+        ("no", "bf16", "a GPU with bfloat16", "no", " (the launcher asked for bf16)"),
+        ("bf16", "fp16", "a CPU", "bf16", " (the launcher asked for fp16)"),
+        ("fp16", "fp8", "a GPU with bfloat16", "fp16", " (the launcher asked for fp8)"),
+        ("bf16", "no", "a CPU", "bf16", ""),
     ],
 )
-def test_the_precision_is_that_of_the_user_or_fits_the_device(
-    requested: str | None,
+def test_the_precision_is_that_of_the_flag_or_of_the_launcher_or_fits_the_device(
+    flag: str,
+    launcher: str | None,
     device: str,
-    sharded: bool,
     precision: str,
+    remark: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def is_bf16_supported(including_emulation: bool = True) -> bool:
@@ -55,14 +63,20 @@ def test_the_precision_is_that_of_the_user_or_fits_the_device(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device != "a CPU")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
-    assert start._precision(requested, cpu=device == "a CPU", sharded=sharded) == precision
+    if launcher is not None:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+
+    is_sharded = device.startswith("shards")
+    assert start._precision(flag, cpu=device == "a CPU", is_sharded=is_sharded) == precision
+    assert start._precision_remark(flag, precision) == remark
 
 
 @pytest.mark.parametrize(
     ("precision", "cpu", "sharding", "bitwise", "named"),
     [
-        ("fp16", True, None, False, "fp16"),
-        ("fp16", False, Sharding(1, 2), False, "fp16"),
+        ("fp8", False, None, False, "the launcher asks for the mixed precision fp8, which is not"),
+        ("fp16", True, None, False, "add --mixed_precision no or bf16 after the recipe"),
+        ("fp16", False, Sharding(1, 2), False, "add --mixed_precision bf16 or no after the recipe"),
         ("no", True, Sharding(1, 2), True, "--bitwise"),
     ],
 )
@@ -111,11 +125,15 @@ def test_a_start_on_a_cpu_keeps_the_workspace_of_the_user(monkeypatch: pytest.Mo
 
 
 def test_a_second_run_of_a_process_may_have_another_precision(
-    accelerator: start.TrainingAccelerator, monkeypatch: pytest.MonkeyPatch
+    accelerator: start.TrainingAccelerator,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert accelerator.mixed_precision == "no"
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert start.start_accelerator().mixed_precision == "bf16"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    second = start.start_accelerator(ParallelConfig(mixed_precision="bf16"))
+    assert second.mixed_precision == "bf16"
+    assert "bf16 (the launcher asked for fp16)" in capsys.readouterr().out
 
 
 # --- threads
@@ -160,7 +178,6 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def check_with(processes: int | None = None, behind_wrapper: bool = False, **variables: object):
         launched = Launched(
             by_launcher=not behind_wrapper,
-            precision=None,
             threads=None,
             on_cpu=False,
             processes=processes,

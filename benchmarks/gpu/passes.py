@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import patch_environment
 from torch import Tensor
 
 import llmtrain as lt
@@ -324,18 +323,18 @@ def losses_of_run(call: Call, optim: str, precision: str, nudge: bool = False) -
         learning_rate=_LEARNING_RATES[optim],
     )
     shared["log"] = lt.LogConfig(logging_steps=1)
+    shared["parallel"] = lt.ParallelConfig(torch_compile="never", mixed_precision=precision)
     settings = GPTSettings(model=size.config(), **shared)
     rows = text_rows(call.sizes.recipe_vocabulary, size.block, 4 * size.rows)
-    with patch_environment(ACCELERATE_MIXED_PRECISION=precision):
-        accelerator = lt.start(settings)
-        # Exact products, so that a nudge is the only difference.
-        torch.set_float32_matmul_precision("highest")
-        bundle = lt.place(accelerator, build_gpt, settings=settings, rows=rows)
-        if nudge:
-            weight = next(bundle.model.parameters()).data
-            weight.copy_(torch.nextafter(weight, torch.full_like(weight, 10.0)))
-        optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
-        with lt.open_run(accelerator, settings, rows, bundle, optimizer) as run:
-            lt.train(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
+    accelerator = lt.start(settings)
+    # Exact products, so that a nudge is the only difference.
+    torch.set_float32_matmul_precision("highest")
+    bundle = lt.place(accelerator, build_gpt, settings=settings, rows=rows)
+    if nudge:
+        weight = next(bundle.model.parameters()).data
+        weight.copy_(torch.nextafter(weight, torch.full_like(weight, 10.0)))
+    optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
+    with lt.open_run(accelerator, settings, rows, bundle, optimizer) as run:
+        lt.train(run, *accelerator.prepare(bundle.model, optimizer, *lt.loaders(run)))
     losses: list[float] = run.history()["train/loss"].dropna().tolist()
     return losses

@@ -121,13 +121,13 @@ def judge_layouts(call: Call, program: Sequence[str] = PROGRAM) -> None:
     """
     runs = _Runs(call, program)
     plain = ShortRun(tiny=not call.on_gpu, steps=call.sizes.short_steps, breaks_at=2)
-    plain = replace(plain, micro_batch=plain.size.rows // 4)
+    plain = replace(plain, micro_batch=plain.size.rows // 4, in_float32=True)
     layouts = {"plain": plain}
     if not call.on_gpu:
         layouts["bitwise"] = replace(plain, bitwise=True)
     for name, options in layouts.items():
-        runs.start(f"one-{name}", options, precision="no")
-        runs.start(f"two-{name}", options, processes=2, precision="no")
+        runs.start(f"one-{name}", options)
+        runs.start(f"two-{name}", options, processes=2)
     runs.wait()
 
     journal = call.journal
@@ -177,12 +177,7 @@ class _Runs:
         self.running: list[_Running] = []
 
     def start(
-        self,
-        name: str,
-        options: ShortRun,
-        is_resumed: bool = False,
-        processes: int = 1,
-        precision: str = "bf16",
+        self, name: str, options: ShortRun, is_resumed: bool = False, processes: int = 1
     ) -> None:
         """Start the processes of a run, each with an empty compiler cache."""
         port = _free_port()
@@ -191,7 +186,6 @@ class _Runs:
             variables = {
                 "TORCHINDUCTOR_CACHE_DIR": str(self.folder / f"inductor-{label}"),
                 "TORCHINDUCTOR_COMPILE_THREADS": "4",  # several processes compile at once
-                "ACCELERATE_MIXED_PRECISION": precision if self.call.on_gpu else "no",
             }
             if not self.call.on_gpu:
                 variables["ACCELERATE_USE_CPU"] = "true"

@@ -34,6 +34,7 @@ class ShortRun:
         steps: of the run; it saves after half of them.
         bitwise: add gradients in a fixed order.
         compiled: compile the blocks.
+        in_float32: compute in float32, and not in the precision of the device.
         micro_batch: rows of a micro-batch; 0 for all rows of the process.
         kill_at: the step after which the process kills itself; 0 for none.
         breaks_at: the step in which the last rank's gradient is NaN, so all ranks skip it; 0 for
@@ -44,6 +45,7 @@ class ShortRun:
     steps: int
     bitwise: bool = False
     compiled: bool = False
+    in_float32: bool = False
     micro_batch: int = 0
     kill_at: int = 0
     breaks_at: int = 0
@@ -134,6 +136,7 @@ def _settings(folder: Path, options: ShortRun) -> GPTSettings:
         ),
         parallel=lt.ParallelConfig(
             bitwise=options.bitwise,
+            mixed_precision="no" if options.in_float32 else "auto",
             torch_compile="always" if options.compiled else "never",
         ),
         eval=lt.EvalConfig(eval_steps=0),

@@ -121,7 +121,7 @@ def try_families(families: list[str]) -> dict[str, Trial]:
 
         steps = {family: trial.step for family, trial in trials.items() if trial.step}
         (folder / "steps.json").write_text(json.dumps(steps))
-        launcher = accelerate("fsdp2", "--mixed_precision", "no")
+        launcher = accelerate("fsdp2")
         command = [*launcher, "docs/tables/sharded_families.py", name]
         run_forked(command, timeout=600).assert_ok()
         sharded = json.loads((folder / "sharded.json").read_text())

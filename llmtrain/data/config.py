@@ -86,6 +86,7 @@ class DataConfig(BatchConfig):
         "split of the data sets in --dataset that becomes the eval data, instead of "
         "--eval_fraction; with --eval_dataset, the split of the data sets named there "
         "(default: test)",
+        hidden=True,
     )
     eval_dataset: list[str] = flag(
         [],

@@ -16,7 +16,7 @@ from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
 from llmtrain.files import shipped_config
 from llmtrain.launching.launch_checks import check_launch
-from llmtrain.launching.launcher import Launched, launched_by
+from llmtrain.launching.launcher import launched_by
 from llmtrain.launching.process import check_first_run
 from llmtrain.launching.sharding_request import is_sharding_requested, requested_sharding
 from llmtrain.parallel.config import ParallelConfig
@@ -29,15 +29,15 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
     """Join the process group and make the Accelerator of this run.
 
     The accelerate config says whether models are sharded. Without a GPU the processes communicate
-    over gloo. The launcher's options set the precision. By default a GPU computes in bfloat16, or
-    in float16 if it does not support bfloat16.
+    over gloo.
 
     If a process does not join a collective within ``ddp_timeout`` seconds and one minute, the
     collective fails. In that minute the heartbeat reports which process is missing.
 
     Args:
-        parallel: how ranks exchange gradients. With ``--bitwise`` each CPU process uses one thread
-            unless the user set a number, because sums over more threads round differently.
+        parallel: the precision, and how ranks exchange gradients. With ``--bitwise`` each CPU
+            process uses one thread unless the user set a number, because sums over more threads
+            round differently.
 
     Raises:
         UserError: if the processes were not started as the user asked or have made a run already,
@@ -64,7 +64,7 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
         _keep_freed_memory()
 
     sharding = requested_sharding(world)
-    precision = _precision(launched.precision, cpu, sharded=sharding is not None)
+    precision = _precision(parallel.mixed_precision, cpu, is_sharded=sharding is not None)
     _check_precision(precision, cpu, sharding=sharding, bitwise=bitwise)
     if is_sharding_requested() and sharding is None:
         say("sharded", "nothing is sharded or offloaded: each process holds the full model")
@@ -85,7 +85,7 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
             f"accelerate {accelerate_version} did not shard as its config says; "
             "install accelerate 1.15, or use a DDP config."
         )
-    say("device", _device_line(accelerator, launched, threads, bitwise))
+    say("device", _device_line(accelerator, threads, parallel))
     return accelerator
 
 
@@ -147,29 +147,22 @@ def _backend(cpu: bool, sharding: Sharding | None) -> str:
     return "nccl"
 
 
-def _device_line(accelerator: Accelerator, launched: Launched, threads: int, bitwise: bool) -> str:
+def _device_line(accelerator: Accelerator, threads: int, parallel: ParallelConfig) -> str:
     """Return the line of the start-up log with the devices and the precision."""
     world = int(accelerator.num_processes)
     is_cuda = accelerator.device.type == "cuda"
     is_cpu = accelerator.device.type == "cpu"
     device = torch.cuda.get_device_name() if is_cuda else accelerator.device.type
 
-    backend = ""
-    if is_cpu and world > 1 and not launched.on_cpu:
-        has_gpu = torch.accelerator.is_available()  # that of a Mac
-        reason = "its GPU cannot join a group" if has_gpu else "no GPU here"
-        backend = f" over gloo ({reason})"
-
-    float32 = "float32 (products in TF32)" if is_cuda and not bitwise else "float32"
-    mixed_precision = accelerator.mixed_precision
-    precision = float32 if mixed_precision == "no" else mixed_precision
-    remark = ""
+    precision = accelerator.mixed_precision
+    remark = _precision_remark(parallel.mixed_precision, precision)
     if is_cpu and precision == "bf16" and not cpu_has_bfloat16():
-        remark = ", which this CPU emulates: --mixed_precision no is many times as fast"
-    elif precision != float32 and launched.precision is None:
-        remark = " (default)"
+        remark += ", which this CPU emulates: --mixed_precision no is many times as fast"
+    if precision == "no":
+        uses_tf32 = is_cuda and not parallel.bitwise
+        precision = "float32 (products in TF32)" if uses_tf32 else "float32"
     return (
-        f"{pluralize(world, 'process')} on {device}{backend}, {pluralize(threads, 'thread')} each, "
+        f"{pluralize(world, 'process')} on {device}, {pluralize(threads, 'thread')} each, "
         f"{precision}{remark}"
     )
 
@@ -280,16 +273,51 @@ def _keep_freed_memory() -> None:
     mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)  # the heap never shrinks
 
 
-def _precision(users_precision: str | None, cpu: bool, sharded: bool) -> str:
-    """Return the mixed precision that the user set, or the default of this device."""
-    if users_precision is not None:
-        return users_precision
+def _launcher_precision() -> str:
+    """Return the mixed precision that the launcher asks for.
+
+    It is ``no`` also if the user set none: ``accelerate launch`` then exports that, and replaces
+    the user's own variable by it.
+    """
+    return (os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
+
+
+def _precision(requested: str, cpu: bool, is_sharded: bool) -> str:
+    """Return the mixed precision of a run.
+
+    Args:
+        requested: the value of ``--mixed_precision``.
+        cpu: whether the run uses the CPU.
+        is_sharded: whether the model is sharded.
+    """
+    if requested != "auto":
+        return requested
+    if _launcher_precision() != "no":
+        return _launcher_precision()
 
     if cpu or not torch.cuda.is_available():
         return "no"
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16"
-    return "no" if sharded else "fp16"  # sharded models do not support fp16
+    return "no" if is_sharded else "fp16"  # sharded models do not support fp16
+
+
+def _precision_remark(requested: str, precision: str) -> str:
+    """Return what the start-up log says after the precision, if the user may have meant another.
+
+    Args:
+        requested: the value of ``--mixed_precision``.
+        precision: the mixed precision of the run.
+    """
+    launcher = _launcher_precision()
+    if requested == "auto" and precision != launcher:
+        remark = "default"
+        if os.environ.get("ACCELERATE_MIXED_PRECISION"):  # it is "no"
+            remark += "; for float32: --mixed_precision no after the recipe"
+        return f" ({remark})"
+    if launcher not in ("no", precision):
+        return f" (the launcher asked for {launcher})"
+    return ""
 
 
 def _join_group_after_restart(backend: str, timeout: timedelta) -> None:
@@ -323,13 +351,19 @@ def _join_group_after_restart(backend: str, timeout: timedelta) -> None:
 def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwise: bool) -> None:
     """Raise :class:`UserError` if this run cannot use a precision, or cannot be ``bitwise``."""
     if precision not in ("no", "bf16", "fp16"):
-        raise UserError(f"--mixed_precision {precision} is not supported; use no, bf16 or fp16.")
+        raise UserError(
+            f"the launcher asks for the mixed precision {precision}, which is not supported; "
+            "add --mixed_precision bf16 after the recipe."
+        )
     if cpu and precision == "fp16":
         # Accelerate would accept it, and compute in float32.
-        raise UserError("--mixed_precision fp16 needs a GPU; on a CPU use no or bf16.")
+        raise UserError(
+            "--mixed_precision fp16 needs a GPU; add --mixed_precision no or bf16 after the recipe."
+        )
     if sharding is not None and precision == "fp16":
         raise UserError(
-            "--mixed_precision fp16 is not supported for sharded models; use bf16 or no."
+            "--mixed_precision fp16 is not supported for sharded models; "
+            "add --mixed_precision bf16 or no after the recipe."
         )
     if sharding is not None and bitwise:
         raise UserError(

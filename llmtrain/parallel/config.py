@@ -17,6 +17,13 @@ class ParallelConfig(Config):
     group: ClassVar[str] = "processes"
     affects: ClassVar[str] = "layout"
 
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = flag(
+        "auto",
+        "mixed precision of products; no is float32; auto: the bf16 or fp16 of the launcher, else "
+        "bf16 on a GPU (if it has none fp16, or no for a sharded model), and no on a CPU",
+        affects="pass",
+        group="batch and memory",
+    )
     sync_each_batch: bool = flag(
         False,
         "reduce gradients over the processes after every micro-batch instead of once per step; a "

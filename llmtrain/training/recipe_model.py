@@ -75,7 +75,7 @@ def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeM
     Args:
         recipe: path of the recipe.
         flags: its flags.
-        precision: mixed precision, ``no`` or ``bf16``.
+        precision: mixed precision unless the flags set it, ``no`` or ``bf16``.
 
     Raises:
         UserError: if the file is not a recipe, or its model cannot be built without weights.

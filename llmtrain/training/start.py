@@ -49,7 +49,9 @@ def start(settings: Settings) -> Accelerator:
     """
     plan = current_plan()
     if plan is not None:
-        return start_planned_accelerator(plan.precision)
+        planned = {"auto": plan.precision, "fp16": "bf16"}  # which takes the same memory
+        requested = settings.parallel.mixed_precision
+        return start_planned_accelerator(planned.get(requested, requested))
     return start_accelerator(settings.parallel)
 
 
@@ -154,8 +156,8 @@ def _build_bundle(
     if settings.optim.trained_dtype == "bfloat16":
         if precision == "fp16":
             raise UserError(
-                "--dtype bfloat16 needs the mixed precision bf16 or no, and the accelerate config "
-                "asks for fp16; use accelerate launch --mixed_precision bf16."
+                "--dtype bfloat16 does not work with --mixed_precision fp16; add "
+                "--mixed_precision bf16 or no."
             )
         # Without autocast, a product takes no inputs of two dtypes, so frozen weights change, too.
         cast_weights(bundle.model, torch.bfloat16, with_frozen=precision == "no")

@@ -217,7 +217,10 @@ def resumed_commands(folder: Path, begun: Path) -> dict[str, Command]:
 
 
 def sharded(config: str) -> list[str]:
-    """Return the launcher of a two-process run that shards its model in float32."""
+    """Return the launcher of a two-process run that shards its model in float32.
+
+    Of an earlier commit, the config may set another precision.
+    """
     return accelerate(config, "--num_processes", "2", "--mixed_precision", "no")
 
 

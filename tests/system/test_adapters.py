@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "launcher",
     [
         pytest.param(accelerate("cpu_ddp"), id="DDP"),
-        pytest.param(accelerate("fsdp2", "--mixed_precision", "no"), id="FSDP2"),
+        pytest.param(accelerate("fsdp2"), id="FSDP2"),
     ],
 )
 def test_the_first_step_from_an_adapter_is_the_next_step_of_its_run(

@@ -24,7 +24,7 @@ def test_compiled_blocks_of_a_sharded_model_have_the_same_gradients(precision: s
 def test_both_ranks_end_if_the_compiler_of_one_fails(
     config: str, text_file: Path, tmp_path: Path, score: Callable[[str], None]
 ) -> None:
-    launcher = accelerate(config, "--mixed_precision", "no")
+    launcher = accelerate(config)
     flags = f"--torch_compile always --dataset {text_file} --output_dir {tmp_path}/run".split()
     command = [*launcher, "tests/system/faulty_gpt.py", *TINY, *flags]
     failure_file = tmp_path / "failure"

@@ -273,7 +273,7 @@ def report_text(process: Ended) -> str:
 
 def test_two_processes_make_one_report_in_which_a_wrong_clock_is_named(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(WRONG_CLOCK)
-    doctor = f"--multi_gpu --mixed_precision no -m llmtrain doctor --output_dir {tmp_path}"
+    doctor = f"--multi_gpu -m llmtrain doctor --output_dir {tmp_path}"
 
     process = run(
         accelerate("cpu_ddp", *shlex.split(doctor)), {"PYTHONPATH": f"{tmp_path}:{ROOT}"}

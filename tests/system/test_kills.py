@@ -41,7 +41,7 @@ FLAGS = [*TINY, *shlex.split(f"--max_steps {MAX_STEPS} --save_steps {SAVE_STEPS}
 FLAGS += shlex.split("--n_embd 128 --ddp_timeout 8")
 
 DDP = accelerate("cpu_ddp")
-FSDP2 = accelerate("fsdp2", "--mixed_precision", "no")
+FSDP2 = accelerate("fsdp2")
 # A bitwise run has the bits of one process in any layout, so each start has another layout.
 BITWISE_LAUNCHERS = [DDP, PYTHON, DDP, torchrun(4), DDP]
 

@@ -76,14 +76,11 @@ def test_wandb_without_a_login_has_all_losses_offline(two_processes: tuple[Path,
 # --- two runs of one process
 
 TWO_RUNS = """
-import os
 from llmtrain import launch
 from recipes.gpt import main
 
 def two_runs():
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
     main({first})
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     return main({second})
 
 launch(two_runs)
@@ -97,7 +94,7 @@ def two_runs(text_file: Path, tmp_path: Path) -> Path:
     script = tmp_path / "two_runs.py"
     script.write_text(
         TWO_RUNS.format(
-            first=[*flags, str(tmp_path / "first")],
+            first=[*flags, str(tmp_path / "first"), "--mixed_precision", "bf16"],
             second=[*flags, str(tmp_path / "second")],
         )
     )

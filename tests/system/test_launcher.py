@@ -19,7 +19,7 @@ LAUNCH_ONE = [*LAUNCH, "--num_processes", "1"]
 
 WITHOUT_LAUNCHER = {"by_launcher": False, "has_launcher": False}
 WITH_LAUNCHER = {"by_launcher": True, "has_launcher": True}
-NO_SETTINGS = {"precision": None, "threads": None, "on_cpu": False, "processes": None}
+NO_SETTINGS = {"threads": None, "on_cpu": False, "processes": None}
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,6 @@ def _no_settings_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Remove the variables that users set, and let accelerate find no default config."""
     for name in (
         "OMP_NUM_THREADS",
-        "ACCELERATE_MIXED_PRECISION",
         "ACCELERATE_USE_CPU",
         "MASTER_ADDR",
         "WORLD_SIZE",
@@ -70,8 +69,8 @@ def behind_wrapper(command: list[str], folder: Path) -> list[str]:
         ),
         pytest.param(
             LAUNCH_ONE,
-            ["--mixed_precision=no", "--num_cpu_threads_per_process", "2", "--cpu"],
-            WITH_LAUNCHER | {"precision": "no", "threads": 2, "on_cpu": True, "processes": 1},
+            ["--num_cpu_threads_per_process", "2", "--cpu"],
+            WITH_LAUNCHER | {"threads": 2, "on_cpu": True, "processes": 1},
             id="flags with default values",
         ),
         pytest.param(torchrun(1), [], WITH_LAUNCHER | NO_SETTINGS, id="torchrun"),
@@ -84,12 +83,8 @@ def test_the_defaults_of_a_launcher_are_no_settings(
 
 
 def test_with_plain_python_the_variables_count() -> None:
-    variables = {
-        "ACCELERATE_MIXED_PRECISION": "bf16",
-        "OMP_NUM_THREADS": "3",
-        "ACCELERATE_USE_CPU": "true",
-    }
-    settings = {"precision": "bf16", "threads": 3, "on_cpu": True, "processes": None}
+    variables = {"OMP_NUM_THREADS": "3", "ACCELERATE_USE_CPU": "true"}
+    settings = {"threads": 3, "on_cpu": True, "processes": None}
     assert launched([*PYTHON, SCRIPT], variables) == WITHOUT_LAUNCHER | settings
 
 
@@ -99,11 +94,9 @@ def test_a_number_of_threads_that_was_exported_before_the_launcher_is_a_setting(
 
 def test_a_flag_of_accelerate_comes_before_its_config(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text(
-        "distributed_type: 'NO'\nnum_processes: 1\nmixed_precision: 'no'\nuse_cpu: true\n"
-    )
-    flags = ["--config_file", str(config), "--mixed_precision", "bf16"]
-    settings = {"precision": "bf16", "threads": None, "on_cpu": True, "processes": 1}
+    config.write_text("distributed_type: 'NO'\nnum_processes: 2\nuse_cpu: true\n")
+    flags = ["--config_file", str(config), "--num_processes", "1"]
+    settings = {"threads": None, "on_cpu": True, "processes": 1}
     assert launched([*LAUNCH, *flags, SCRIPT]) == WITH_LAUNCHER | settings
 
 

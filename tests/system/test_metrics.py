@@ -26,7 +26,7 @@ def on_one_process(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
 @pytest.fixture(scope="module")
 def on_two_processes(tmp_path_factory: pytest.TempPathFactory) -> Metrics:
     path = tmp_path_factory.mktemp("metrics") / "metrics.json"
-    launcher = accelerate("fsdp2", "--mixed_precision", "no")
+    launcher = accelerate("fsdp2")
     run_forked([*launcher, SCRIPT, str(path)]).assert_ok()
     return read_json(path)
 

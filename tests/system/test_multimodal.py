@@ -25,7 +25,7 @@ from tests.launching import (
 )
 from tests.multimodal import PROCESSOR_FILES, write_checkpoint
 
-FSDP2 = accelerate("fsdp2", "--mixed_precision", "no")
+FSDP2 = accelerate("fsdp2")
 FLAGS = (
     "--max_steps 2 --logging_steps 1 --global_batch_size 4 --max_length 64 --learning_rate 1e-2 "
     "--report_to none"

@@ -70,7 +70,7 @@ def test_fsdp2_makes_the_average_and_the_eval_metrics_of_one_process(
     flags: list[str], finished: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "sharded"
-    launcher = accelerate("fsdp2", "--mixed_precision", "no")
+    launcher = accelerate("fsdp2")
     run_forked([*launcher, RECIPE, *flags, "--output_dir", str(folder)]).assert_ok()
 
     expected = dict(read_tensors(finished / "model-average"))

@@ -87,7 +87,7 @@ def test_the_sharded_recipe_of_the_page_has_the_same_metric(recipe: Path, tmp_pa
     sharded_recipe.write_text(code)
 
     flags = shlex.split("--max_steps 4 --report_to none")
-    fsdp2 = accelerate("fsdp2", "--mixed_precision", "no")
+    fsdp2 = accelerate("fsdp2")
     train(sharded_recipe, tmp_path / "on-one", flags=flags)
     train(sharded_recipe, tmp_path / "on-two", launcher=fsdp2, flags=flags)
 

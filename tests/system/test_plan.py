@@ -37,7 +37,7 @@ needs_measurement = pytest.mark.skipif(
 LAUNCHERS = {
     "one process": PYTHON,
     "DDP": accelerate("cpu_ddp"),
-    "FSDP2": accelerate("fsdp2", "--mixed_precision", "no"),
+    "FSDP2": accelerate("fsdp2"),
 }
 
 

@@ -32,15 +32,12 @@ from tests.launching import (
 from tests.system.sharded_ranks import Case
 
 SCRIPT = "tests/system/sharded_ranks.py"
-IN_FLOAT32 = ["--mixed_precision", "no"]
 LAUNCHERS = {
     "one process": PYTHON,
     "DDP 2": accelerate("cpu_ddp"),
-    "FSDP2 2": accelerate("fsdp2", *IN_FLOAT32),
-    "FSDP2 4": accelerate("fsdp2", *IN_FLOAT32, "--num_processes", "4"),
-    "HSDP 2x2": accelerate(
-        "hsdp", *IN_FLOAT32, *shlex.split("--num_machines 1 --main_process_port 0")
-    ),
+    "FSDP2 2": accelerate("fsdp2"),
+    "FSDP2 4": accelerate("fsdp2", "--num_processes", "4"),
+    "HSDP 2x2": accelerate("hsdp", *shlex.split("--num_machines 1 --main_process_port 0")),
 }
 
 # `sharded_ranks.Case` explains these names.
@@ -177,7 +174,7 @@ def test_shards_on_the_host_make_the_steps_of_one_process(
     fsdp2 = (ROOT / "accelerate_configs" / "fsdp2.yaml").read_text()
     config = tmp_path / "offload.yaml"
     config.write_text(fsdp2.replace("offload_params: false", "offload_params: true"))
-    launcher = [str(BIN / "accelerate"), "launch", "--config_file", str(config), *IN_FLOAT32]
+    launcher = [str(BIN / "accelerate"), "launch", "--config_file", str(config)]
     cases = ["gpt/4", "llama/1", "base-lora/1"]
 
     results = results_of(launcher, bases, tmp_path / "results", cases)
@@ -364,11 +361,12 @@ def assert_trained_in_bfloat16(folder: Path) -> None:
 def test_the_shipped_config_shards_a_gpt_in_bfloat16(text_file: Path, tmp_path: Path) -> None:
     sharded = tmp_path / "sharded"
     reference = tmp_path / "reference"
-    flags = [*TINY, *shlex.split(f"--max_steps 2 --warmup_steps 1 --dataset {text_file}")]
+    run_flags = f"--max_steps 2 --warmup_steps 1 --mixed_precision bf16 --dataset {text_file}"
+    flags = [*TINY, *shlex.split(run_flags)]
     command = [*accelerate("fsdp2"), GPT, *flags, "--output_dir", str(sharded)]
     ended = run_forked(command).assert_ok()
     command = [*PYTHON, GPT, *flags, "--output_dir", str(reference)]
-    run_forked(command, {"ACCELERATE_MIXED_PRECISION": "bf16"}).assert_ok()
+    run_forked(command).assert_ok()
 
     # Each of the two blocks, its norms, and the rest of the model.
     assert "FSDP2 over 2 processes in 5 units" in ended.out
@@ -385,7 +383,7 @@ def test_the_shipped_config_shards_an_adapter_in_bfloat16(
     flags = shlex.split(
         f"--model_name_or_path {bases}/tied --block_size 32 --tokenizer byte --lora_r 4 "
         f"--eval_fraction 0.1 --gradient_checkpointing --dataset {text_file} "
-        f"--output_dir {folder}"
+        f"--mixed_precision bf16 --output_dir {folder}"
     )
     two_steps = [*SIX_STEPS, *shlex.split("--max_steps 2 --warmup_steps 1")]
 

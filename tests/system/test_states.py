@@ -20,7 +20,7 @@ pytest.importorskip("pytorch_optimizer")
 @long_form
 @pytest.mark.parametrize("config", ["cpu_ddp", "fsdp2"])
 def test_states_are_restored_on_all_ranks(config: str, tmp_path: Path) -> None:
-    launcher = accelerate(config, "--mixed_precision", "no")
+    launcher = accelerate(config)
     command = [*launcher, "tests/system/state_ranks.py", str(tmp_path)]
     # heavyball compiles every function, which takes half a minute.
     run_forked(command, {"TORCHDYNAMO_DISABLE": "1"}).assert_ok()

@@ -25,7 +25,7 @@ FLAGS = shlex.split(
     "--global_batch_size 8 --per_device_train_batch_size 2"
 )
 
-FSDP2 = accelerate("fsdp2", "--num_processes", "2", "--mixed_precision", "no")
+FSDP2 = accelerate("fsdp2", "--num_processes", "2")
 ON_TWO = torchrun(2)
 
 

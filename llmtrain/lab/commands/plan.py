@@ -56,11 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="processes per machine (default: the usual number for this device)",
     )
     parser.add_argument(
-        "--mixed_precision",
-        choices=["no", "bf16"],
-        help="mixed precision (default: bf16 on a GPU, no on a CPU)",
-    )
-    parser.add_argument(
         "--mfu",
         type=float,
         default=USUAL_MFU,

@@ -60,8 +60,9 @@ def calibrate(
     forced: JsonObject = {
         "global_batch_size": rows * processes,
         "per_device_train_batch_size": rows,
+        "mixed_precision": precision,
     }
-    phases = _run_steps(recipe, flags, processes, precision, forced)
+    phases = _run_steps(recipe, flags, processes, forced)
 
     compute = compute_from_phases(phases, rows)
     if processes == 1 or not has_too_few_gpus(processes):
@@ -103,7 +104,6 @@ def _run_steps(
     recipe: str,
     flags: list[str],
     processes: int,
-    precision: str,
     forced: JsonObject,
 ) -> dict[str, list[float]]:
     """Run a few steps; return the mean seconds of a step in each phase, by rank.
@@ -112,7 +112,6 @@ def _run_steps(
         recipe: path of the recipe.
         flags: its flags.
         processes: the number of processes.
-        precision: mixed precision, as Accelerate calls it.
         forced: values of flags that replace those in ``flags``.
     """
     with tempfile.TemporaryDirectory(prefix="llmtrain-plan-") as folder:
@@ -126,7 +125,7 @@ def _run_steps(
         }
         command = recipe_command([recipe, *flags], forced, processes)
         on_cpu = has_too_few_gpus(processes)
-        run_command(command, on_cpu, ACCELERATE_MIXED_PRECISION=precision)
+        run_command(command, on_cpu)
         entries = [line for line in read_lines(output_dir / "metrics.jsonl") if "phases" in line]
     return dict(entries[-1]["phases"])
 

@@ -356,19 +356,13 @@ def _changes(plan: Plan, chosen: Candidate) -> list[Change]:
 
 def _command(request: PlanRequest, candidate: Candidate) -> str:
     """Return the command that runs the recipe with the flags of a candidate."""
-    precision = candidate.memory.recipe.precision
-    # That of a recipe which is started without a launcher.
-    usual_precision = "bf16" if candidate.memory.on_gpu else "no"
     words = ["python"]
-    if candidate.sharding.processes == 1 and precision != usual_precision:
-        words = ["accelerate", "launch", "--mixed_precision", precision]
     if candidate.sharding.processes > 1:
         config = "multi_gpu" if candidate.memory.on_gpu else "cpu_ddp"
         if candidate.sharding.is_sharded:
             config = "hsdp" if candidate.sharding.replicas > 1 else "fsdp2"
         words = ["accelerate", "launch", "--config_file", str(shipped_config(config))]
         words += ["--num_processes", str(candidate.sharding.processes)]
-        words += ["--mixed_precision", precision]
     words += [request.recipe, *request.flags]
     for name, value in candidate.flags.items():
         words += f"--{name} {value}".split()

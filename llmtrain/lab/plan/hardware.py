@@ -37,7 +37,6 @@ class PlanRequest(NamedTuple):
         device: name of the device; ``None`` for this machine's.
         link: the rate at which a process sends to another machine, such as ``400Gbit``.
         per_machine: processes of a machine; ``None`` for the usual number.
-        mixed_precision: ``no`` or ``bf16``; ``None`` for the device's usual precision.
         mfu: the share of its peak that the device reaches.
         calibrate: measure the seconds of computing on this machine.
     """
@@ -48,7 +47,6 @@ class PlanRequest(NamedTuple):
     device: str | None = None
     link: str | None = None
     per_machine: int | None = None
-    mixed_precision: str | None = None
     mfu: float = USUAL_MFU
     calibrate: bool = False
 
@@ -82,7 +80,7 @@ def hardware_of(request: PlanRequest) -> tuple[Device, Cluster]:
         per_machine = request.per_machine or device.per_machine
     else:
         per_machine = request.per_machine or 1
-        device = _this_cpu(per_machine, request.mixed_precision)
+        device = _this_cpu(per_machine)
 
     if request.processes > per_machine and not request.link:
         raise UserError(
@@ -128,22 +126,29 @@ def device_name(requested: str | None) -> str:
     return name
 
 
-def _this_cpu(processes: int, precision: str | None) -> Device:
-    """Measure this machine's CPU, and divide it among some processes."""
+def _this_cpu(processes: int) -> Device:
+    """Measure the memory of this machine's CPU, and divide it among some processes.
+
+    Its peak depends on the precision of the recipe: see :func:`cpu_peak`.
+    """
     source = torch.ones(1 << 24)
     target = torch.empty(1 << 24)
     copy_seconds = min(timeit.repeat(lambda: target.copy_(source), number=1))
     memory_bandwidth = 2 * source.nbytes / copy_seconds  # read and written
 
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    peak = measured_peak(torch.device("cpu"), dtype)
     return Device(
         title="cpu",
-        peak=peak / processes,
+        peak=0.0,
         memory=psutil.virtual_memory().total / processes,
         memory_bandwidth=memory_bandwidth / processes,
         link=memory_bandwidth / 4,
     )
+
+
+def cpu_peak(precision: str) -> float:
+    """Return the FLOP/s of this machine's CPU in a mixed precision."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    return measured_peak(torch.device("cpu"), dtype)
 
 
 def compute_of(

@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 from llmtrain.devices import RESERVED_MEMORY, Device
 from llmtrain.errors import UserError
-from llmtrain.lab.plan.hardware import PlanRequest, check_request, compute_of, hardware_of
+from llmtrain.lab.plan.hardware import (
+    PlanRequest,
+    check_request,
+    compute_of,
+    cpu_peak,
+    hardware_of,
+)
 from llmtrain.lab.plan.speed import Cluster, Compute, Step, bytes_sent, step_time
 from llmtrain.parallel.ranks import Sharding
 from llmtrain.training.predicted_memory import Bytes, Memory
@@ -101,8 +107,10 @@ def plan_without_layouts(request: PlanRequest) -> Plan:
     """
     check_request(request)
     device, cluster = hardware_of(request)
-    precision = request.mixed_precision or ("bf16" if cluster.nccl else "no")
-    recipe = build_recipe_model(request.recipe, request.flags, precision)
+    usual_precision = "bf16" if cluster.nccl else "no"
+    recipe = build_recipe_model(request.recipe, request.flags, usual_precision)
+    if not cluster.nccl:
+        device = device._replace(peak=cpu_peak(recipe.precision) / cluster.per_machine)
     memory = Memory.of(recipe, on_gpu=cluster.nccl)
     return Plan(
         memory=memory,

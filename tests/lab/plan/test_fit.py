@@ -43,9 +43,14 @@ def test_flags_with_which_a_run_fits_are_not_changed() -> None:
     assert fitting.too_large is None
     assert fitting.command == f"python {GPT} {MODEL}"
 
-    request = PlanRequest(GPT, tuple(MODEL.split()), device="h100-80gb", mixed_precision="no")
-    in_float32 = fit_into(1e9, plan_of(request), request)
-    assert in_float32.command.startswith(f"accelerate launch --mixed_precision no {GPT}")
+
+@pytest.mark.parametrize(("flag", "planned"), [("auto", "bf16"), ("fp16", "bf16"), ("no", "no")])
+def test_the_precision_is_that_of_the_recipes_flag(flag: str, planned: str) -> None:
+    flags = f"{MODEL} --mixed_precision {flag}"
+    request = PlanRequest(GPT, tuple(flags.split()), device="h100-80gb")
+
+    assert plan_of(request).memory.recipe.precision == planned
+    assert fit(1e9, flags).command == f"python {GPT} {flags}"
 
 
 @long_form
@@ -109,7 +114,7 @@ def test_the_command_has_the_config_of_the_layout(limit: float, layout: str, con
     words = shlex.split(fitting.command)
     assert words[:3] == ["accelerate", "launch", "--config_file"]
     assert Path(words[3]).name == config
-    assert words[4:8] == ["--num_processes", "4", "--mixed_precision", "bf16"]
+    assert words[4:7] == ["--num_processes", "4", GPT]
 
 
 @pytest.fixture
