@@ -39,7 +39,7 @@ TABLES = {
     "loss": Table(),
     "scale": Table(),
     "links": Table(needs_root=True),
-    "plan": Table(needs_root=True),
+    "plan": Table(),
     "steps": Table(takes_nanogpt=True),
     "time_to_loss": Table(takes_nanogpt=True, takes_text=True),
 }

@@ -56,17 +56,8 @@ RECIPE_FLAGS = [
 _TIMEOUT = 900  # seconds of a run
 
 
-def train(
-    machines: list[str], folder: Path, recipe_flags: list[str], processes: int = 2
-) -> list[dict[str, Any]]:
-    """Run the recipe, and return its log entries of steps.
-
-    Args:
-        machines: the machines.
-        folder: the run folder.
-        recipe_flags: flags of the recipe. With ``logging_steps=1``, each step has an entry.
-        processes: the processes on all machines together, each with one thread.
-    """
+def train(machines: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Run the recipe on one process of each machine, and return its log entries of steps."""
     env = environment(
         threads=1,
         GLOO_SOCKET_IFNAME=INTERFACE,
@@ -79,9 +70,8 @@ def train(
                 "multi_node",
                 machine_rank=machine_rank,
                 main_process_ip=ADDRESS[machines[0]],
-                num_processes=processes,
             )
-            command = [*launch, GPT_RECIPE, *recipe_flags, *flags(output_dir=folder)]
+            command = [*launch, GPT_RECIPE, *RECIPE_FLAGS, *flags(output_dir=folder)]
             launches.append(
                 subprocess.Popen(
                     on_machine(machine, command),
@@ -119,7 +109,7 @@ def step_seconds(entry: dict[str, Any], phases: Collection[str] | None = None) -
 
 def measure(machines: list[str], folder: Path) -> Figures:
     """Return the seconds of a step, those of its computing, and the last loss."""
-    entries = train(machines, folder, RECIPE_FLAGS)
+    entries = train(machines, folder)
     timed = entries[WARM_UP_STEPS:]
     return {
         "step": statistics.median(step_seconds(entry) for entry in timed),

@@ -1,10 +1,9 @@
-"""The predictions of `llmtrain plan`, against measurements: three tables.
+"""The predictions of `llmtrain plan`, against measurements: two tables.
 
 | table | predicted |
 |---|---|
 | memory | the bytes of two processes, with DDP and FSDP2 |
 | dtypes | the bytes per parameter of optimizers and dtypes |
-| seconds | the seconds of a step over a slow link; needs root |
 
 **memory**: the models are a GPT, also with AdamW and recomputation, and with one micro-batch, and a
 Llama. The bytes of the weights and the optimizer have to be the same. The rest of the peak without
@@ -15,33 +14,20 @@ float32 and with weights in bfloat16. The bytes per parameter of the weights, th
 optimizer's state have to be the same. The peak, which is all that training adds to the process, may
 differ by a twentieth.
 
-**seconds**: two machines are network namespaces with one or two processes each, joined at 50, 200
-and 1,000 Mbit/s. The plan measures computing on this computer, without a link, directly before the
-steps are measured over the link. The prediction may be wrong by a fifth.
-
-Repeat all or some with `python -m benchmarks.plan [memory] [dtypes] [seconds]`. All take about 20
+Repeat all or some with `python -m benchmarks.plan [memory] [dtypes]`. Both take about ten
 minutes.
 """
 
 import argparse
-import statistics
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.comparison import Table
-from benchmarks.links import step_seconds, train
 from benchmarks.runs import FINETUNE_RECIPE, GPT_RECIPE, flags, launcher, scratch
-from llmtrain.console import say
 from llmtrain.lab.commands.plan import as_json
-from llmtrain.lab.plan.calibration import calibrate
-from llmtrain.lab.plan.hardware import GLOO_LATENCY, PlanRequest
+from llmtrain.lab.plan.hardware import PlanRequest
 from llmtrain.lab.plan.layouts import make_plan
-from llmtrain.lab.plan.speed import Cluster, Compute, Link, step_time
-from llmtrain.parallel.ranks import Sharding
-from llmtrain.training.predicted_memory import Memory
-from llmtrain.training.recipe_model import build_recipe_model
-from tests.machines import two_machines
 from tests.memory import measure_run, planned_step
 
 # --- memory
@@ -210,106 +196,7 @@ def compare_dtypes(table: Table, name: str, recipe_flags: list[str], folder: Pat
     )
 
 
-# --- seconds
-
-LINK_RATES = (50, 200, 1000)  # Mbit/s
-PROCESSES = (2, 4)
-LOOPBACK_BANDWIDTH = 2e9  # bytes/s between two processes of a machine
-
-STEPS = 12
-WARM_UP_STEPS = 3
-ROWS = 8  # of a micro-batch; each process has one per step
-LINK_FLAGS = flags(
-    n_layer=4,
-    n_head=4,
-    n_embd=256,
-    architecture="gpt2",
-    block_size=128,
-    tokenizer="bpe:2048",
-    per_device_train_batch_size=ROWS,
-    max_steps=STEPS,
-    logging_steps=1,
-    optim="adamw",
-    ddp_bucket_cap_mb=2,
-    eval_fraction=0,
-    report_to="none",
-)
-
-MAX_TRIES = 4
-MAX_DRIFT = 0.15
-
-
-def measure_seconds() -> None:
-    table = Table("plan_seconds")
-    with scratch() as folder:
-        for processes in PROCESSES:
-            for rate in LINK_RATES:
-                compare_seconds(table, processes, rate, folder)
-    table.write()
-
-
-def compare_seconds(table: Table, processes: int, rate: int, folder: Path) -> None:
-    """Add the row of a number of processes and a rate in Mbit/s."""
-    recipe_flags = [*LINK_FLAGS, *flags(global_batch_size=ROWS * processes)]
-    memory = Memory.of(build_recipe_model(GPT_RECIPE, recipe_flags, "no"), on_gpu=False)
-    compute, measured = calibrate_and_measure(memory, recipe_flags, processes, rate, folder)
-
-    cluster = Cluster(
-        per_machine=processes // 2,
-        inside=Link(LOOPBACK_BANDWIDTH, GLOO_LATENCY["inside"]),
-        between=Link(rate * 1e6 / 8, GLOO_LATENCY["between"]),
-        nccl=False,
-    )
-    predicted = step_time(
-        memory,
-        compute,
-        cluster,
-        Sharding(processes, 1),
-        rows=ROWS,
-        accumulation=1,
-    )
-    table.add(
-        work=f"{processes} processes, {rate} Mbit/s",
-        against="measured",
-        ours=predicted.total,
-        theirs=measured,
-        unit="s",
-        target="+- 0.2",
-    )
-    say("predicted", str(predicted))
-
-
-def calibrate_and_measure(
-    memory: Memory, recipe_flags: list[str], processes: int, rate: int, folder: Path
-) -> tuple[Compute, float]:
-    """Return how long computing takes, and the seconds of a step over the link directly after.
-
-    Forward passes do not wait for other processes. So they show whether the speed of this computer
-    has changed in between, and then both are measured again.
-    """
-    parameters = sum(parameter.numel() for parameter in memory.parameters)
-    for number in range(MAX_TRIES):
-        compute = calibrate(
-            GPT_RECIPE,
-            recipe_flags,
-            processes=processes,
-            rows=ROWS,
-            precision="no",
-            trained_numel=parameters,
-        )
-        with two_machines(rate) as machines:
-            run_folder = folder / f"{processes}-{rate}-{number}"
-            entries = train(machines, run_folder, recipe_flags, processes)[WARM_UP_STEPS:]
-
-        forward = statistics.median(step_seconds(entry, ("forward",)) for entry in entries) / ROWS
-        drift = forward / compute.forward
-        if abs(drift - 1) <= MAX_DRIFT:
-            break
-        say("drift", f"a forward pass took {drift:.2f} of its time before; both are repeated")
-    return compute, statistics.median(step_seconds(entry) for entry in entries)
-
-
-TABLES = {"memory": measure_memory, "dtypes": measure_dtypes, "seconds": measure_seconds}
+TABLES = {"memory": measure_memory, "dtypes": measure_dtypes}
 
 
 def main() -> None:

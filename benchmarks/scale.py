@@ -39,7 +39,7 @@ from llmtrain import DataConfig, GPTConfig, build_gpt, tokenize
 from llmtrain.data.loader import train_loader
 from llmtrain.data.order import GlobalBatchSampler
 from llmtrain.errors import UserError
-from llmtrain.lab.plan.calibration import measured_peak
+from llmtrain.lab.plan.hardware import measured_peak
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.launching.process import launch
 

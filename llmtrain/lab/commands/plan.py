@@ -16,7 +16,7 @@ from llmtrain.json_types import JsonObject
 from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
 
 if TYPE_CHECKING:
-    from llmtrain.lab.plan.fit import Candidate, Fit
+    from llmtrain.lab.plan.fit import Fit
     from llmtrain.lab.plan.layouts import Plan, PlannedLayout
 
 EXAMPLES = (
@@ -63,11 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fraction of the device's peak that the run reaches (default: %(default)s)",
     )
     parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="measure the speed with a few real steps on this machine, instead of --mfu",
-    )
-    parser.add_argument(
         "--fit",
         metavar="SIZE",
         help="print the cheapest flags with which the run fits into so much memory per process, "
@@ -104,8 +99,6 @@ def run(arguments: argparse.Namespace) -> None:
     _print_head(arguments, plan)
     _print_tables(plan)
     for layout in plan.layouts:
-        for note in notes(layout):
-            print(f"note: {note}", file=sys.stderr)
         if plan.memory.decides_recomputation and layout.recompute_every:
             every = layout.recompute_every
             blocks = "every block" if every == 1 else f"one of {every} blocks"
@@ -116,16 +109,26 @@ def run(arguments: argparse.Namespace) -> None:
 
 def as_json(plan: "Plan") -> JsonObject:
     """Return the layouts of a plan as a JSON object."""
-    layouts = []
-    for layout in plan.layouts:
-        step = None
-        if layout.step is not None:
-            step = {**layout.step._asdict(), "total": layout.step.total}
-        layouts.append({**layout._asdict(), "bytes": layout.bytes._asdict(), "step": step})
     return {
         "bytes_per_parameter": _bytes_per_parameter(plan),
-        "layouts": layouts,
+        "layouts": [_layout_as_json(layout) for layout in plan.layouts],
         "left_out": plan.left_out,
+    }
+
+
+def _layout_as_json(layout: "PlannedLayout") -> JsonObject:
+    """Return a layout as a JSON object."""
+    step = layout.step
+    return {
+        "name": layout.name,
+        "bytes": layout.bytes._asdict(),
+        "largest": layout.largest,
+        "rows": layout.rows,
+        "accumulation": layout.accumulation,
+        "recompute_every": layout.recompute_every,
+        "step": None if step is None else {**step._asdict(), "total": step.total},
+        "tokens_per_second": layout.tokens_per_second,
+        "hours": layout.hours,
     }
 
 
@@ -144,97 +147,62 @@ def _bytes_per_parameter(plan: "Plan") -> dict[str, float]:
     }
 
 
+# --- flags with which a run fits
+
+
 def fit_as_json(fit: "Fit") -> JsonObject:
     """Return the flags with which a run fits as a JSON object."""
+    from llmtrain.lab.plan.fit import changed_flags
+
     return {
         "fits": fit.fits,
         "limit": fit.limit,
         "command": fit.command,
-        "chosen": _candidate_as_json(fit.chosen),
-        "changes": [change._asdict() for change in fit.changes],
-        "too_large": None if fit.too_large is None else _candidate_as_json(fit.too_large),
+        "machines": fit.machines,
+        "flags": changed_flags(fit.chosen),
+        "layout": _layout_as_json(fit.chosen),
+        "too_large": None if fit.too_large is None else _layout_as_json(fit.too_large),
         "would_fit": fit.would_fit,
     }
 
 
-def _candidate_as_json(candidate: "Candidate") -> JsonObject:
-    return {
-        "layout": candidate.layout,
-        "flags": candidate.flags,
-        "rows": candidate.rows,
-        "total": candidate.total,
-        "seconds": candidate.seconds,
-    }
-
-
-def notes(layout: "PlannedLayout") -> list[str]:
-    """Warn of micro-batches that do not fit although larger ones do, or if a flag would help.
-
-    A smaller micro-batch means more of them in a step. With several, a process may keep the full
-    gradient between them, which can take more memory than the smaller activations save.
-    """
-    if layout.fits_if_synced:
-        return [
-            f"{layout.name}: with --sync_each_batch micro-batches of 1 row fit, because gradients "
-            "are reduced after each of them"
-        ]
-    if not layout.too_large:
-        return []
-    larger = [rows for rows in layout.fitting if rows > min(layout.too_large)]
-    return [
-        f"{layout.name}: micro-batches of {_listed(larger)} rows fit, but smaller ones of "
-        f"{_listed(layout.too_large)} do not: a step with several micro-batches keeps gradients "
-        "between them"
-    ]
-
-
-def _listed(numbers: list[int]) -> str:
-    """Return numbers in words, such as ``1, 2 and 4``."""
-    *first, last = [str(number) for number in numbers]
-    return f"{', '.join(first)} and {last}" if first else last
-
-
-# --- flags with which a run fits
-
-
 def _print_fit(fit: "Fit", size: str) -> None:
-    needed = f"{size_text(fit.chosen.total)} of {size_text(fit.limit)} ({size})"
+    from llmtrain.lab.plan.fit import PROMISES, changed_flags
+
+    layout = fit.chosen
+    needed = f"{size_text(layout.bytes.total)} of {size_text(fit.limit)} ({size})"
     if fit.fits:
-        print(labelled("fits", f"{fit.chosen.layout}: {needed}{_step_text(fit.chosen)}"))
+        print(labelled("fits", f"{layout.name}: {needed}{_step_text(layout)}"))
     else:
-        print(
-            labelled("too large", f"{fit.chosen.layout}: {needed}, with all flags that save memory")
-        )
+        print(labelled("too large", f"{layout.name}: {needed}, with all flags that save memory"))
         answers = "; ".join(fit.would_fit) or "a smaller model, or shorter rows"
         print(labelled("would fit", answers))
     print(labelled("command", fit.command))
-
-    if fit.changes:
-        width = max(len(change.flag) for change in fit.changes) + 2
-        print(f"\n{'flag':<{width}}{'step':>10}   numbers")
-        for change in fit.changes:
-            print(f"{change.flag:<{width}}{_cost_text(change.seconds):>10}   {change.promise}")
+    if fit.machines > 1:
+        print(
+            labelled(
+                "machines",
+                f"start it on each of {fit.machines}, with its own --machine_rank from 0 on; "
+                "ADDRESS is that of the first",
+            )
+        )
+    for name, value in changed_flags(layout).items():
+        print(labelled("changed", f"{f'--{name} {value}':<36} {PROMISES[name]}"))
 
     if fit.too_large is not None:
-        flags = " ".join(f"--{name} {value}".strip() for name, value in fit.too_large.flags.items())
-        flags = flags or "no further flags"
+        changed = changed_flags(fit.too_large).items()
+        flags = " ".join(f"--{name} {value}".strip() for name, value in changed)
         print(
-            f"\nnext cheaper: {fit.too_large.layout} with {flags}: "
-            f"{size_text(fit.too_large.total)}{_step_text(fit.too_large)}, which is too large"
+            labelled(
+                "cheaper",
+                f"{fit.too_large.name} with {flags or 'no further flags'}: "
+                f"{size_text(fit.too_large.bytes.total)}{_step_text(fit.too_large)}, too large",
+            )
         )
 
 
-def _step_text(candidate: "Candidate") -> str:
-    if candidate.seconds is None:
-        return ""
-    return f", {duration_text(candidate.seconds)} per step"
-
-
-def _cost_text(seconds: float | None) -> str:
-    if seconds is None:
-        return "unknown"
-    sign = "-" if seconds < 0 else "+"
-    return f"{sign}{duration_text(abs(seconds))}"
+def _step_text(layout: "PlannedLayout") -> str:
+    return "" if layout.step is None else f", {duration_text(layout.step.total)} per step"
 
 
 # --- the lines above the tables
@@ -274,18 +242,14 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
     if plan.compute is None:
         return
     row_seconds = plan.compute.forward + plan.compute.backward
-    source = f"at {arguments.mfu:.0%} of the peak (--mfu)"
-    if arguments.calibrate:
-        source = "measured on this machine"
-    print(labelled("speed", f"{duration_text(row_seconds)} per row, {source}"))
+    speed = f"{duration_text(row_seconds)} per row, at {plan.mfu:.0%} of the peak (--mfu)"
+    print(labelled("speed", speed))
 
 
 # --- the tables
 
 
 def _print_tables(plan: "Plan") -> None:
-    from llmtrain.lab.plan.layouts import PROCESS_COUNTS
-
     # The last field is the total. It shares a column with the largest micro-batch.
     *kinds, total = plan.layouts[0].bytes._fields
     heads = [*kinds, f"{total:>13}{'largest':>10}"]
@@ -294,14 +258,12 @@ def _print_tables(plan: "Plan") -> None:
     if plan.compute is None:
         print(
             "\nThe speed of this model is unknown, because the FLOPs of a mixture of experts, or "
-            "of a model without flops_per_token(), are not counted. --calibrate measures it."
+            "of a model without flops_per_token(), are not counted."
         )
         return
 
     heads = ["rows", "computing", "sending", "not hidden", "step", "tokens/s", "run"]
     _print_table(plan, "time per step", heads, _time_cells)
-    counts = [f"{processes:,}" for processes in PROCESS_COUNTS]
-    _print_table(plan, "efficiency at", counts, _efficiency_cells)
 
 
 def _print_table(
@@ -338,13 +300,3 @@ def _time_cells(layout: "PlannedLayout") -> list[str]:
         f"{layout.tokens_per_second:,.0f}",
         duration_text(3600 * layout.hours),
     ]
-
-
-def _efficiency_cells(layout: "PlannedLayout") -> list[str]:
-    from llmtrain.lab.plan.layouts import PROCESS_COUNTS
-
-    cells = []
-    for processes in PROCESS_COUNTS:
-        efficiency = layout.efficiency.get(processes)
-        cells.append(f"{efficiency:.1%}" if efficiency is not None else "")
-    return cells

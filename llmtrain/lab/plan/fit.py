@@ -6,7 +6,6 @@ them fits, moments in 8 bits are next, then weights in bfloat16, then both. A fl
 set stays as it is.
 """
 
-import itertools
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,16 +18,23 @@ from llmtrain.errors import UserError
 from llmtrain.files import shipped_config
 from llmtrain.interfaces.model import can_recompute
 from llmtrain.lab.plan.hardware import PlanRequest
-from llmtrain.lab.plan.layouts import Plan, plan_without_layouts, shardings
-from llmtrain.lab.plan.speed import estimate_compute, step_time
+from llmtrain.lab.plan.layouts import (
+    Plan,
+    PlannedLayout,
+    divisors,
+    plan_layout,
+    plan_without_layouts,
+    rows_of_process,
+    shardings,
+)
 from llmtrain.parallel.ranks import Sharding
 from llmtrain.training.predicted_memory import Memory
 from llmtrain.training.recipe_model import build_recipe_model
-from llmtrain.training.recomputation import least_recomputation, recomputed_share
+from llmtrain.training.recomputation import least_recomputation
 
 _EIGHT_BIT = "adamw_torch_8bit"
 # What a changed flag means for the numbers of a run.
-_PROMISES = {
+PROMISES = {
     "gradient_checkpointing": "the same bits",
     "per_device_train_batch_size": "equal to rounding",
     "sync_each_batch": "equal to rounding",
@@ -38,59 +44,7 @@ _PROMISES = {
 # If nothing fits, FSDP2 is tried on so many processes.
 _PROCESS_COUNTS = [2**exponent for exponent in range(1, 11)]
 _LORA_RANK = 16
-
-
-class Change(NamedTuple):
-    """A flag that differs from the recipe's own.
-
-    Attributes:
-        flag: as it stands in the command.
-        seconds: by which a step is longer because of it; ``None`` if that is unknown.
-        promise: what it means for the numbers of the run.
-    """
-
-    flag: str
-    seconds: float | None
-    promise: str
-
-
-class Candidate(NamedTuple):
-    """Flags with which a run may fit.
-
-    Attributes:
-        memory: the memory of the model with these flags.
-        layout: the name of the parallel layout.
-        sharding: how processes share the model.
-        rows: rows per micro-batch.
-        every: which blocks compute their activations again; ``None``: as the model was built.
-        total: bytes of the process that holds most.
-        seconds: of a step; ``None`` if they are unknown.
-    """
-
-    memory: Memory
-    layout: str
-    sharding: Sharding
-    rows: int
-    every: int | None
-    total: float
-    seconds: float | None
-
-    @property
-    def flags(self) -> dict[str, str]:
-        """The flags that differ from the recipe's own, by name. A switch has no value."""
-        settings = self.memory.recipe.settings
-        flags = {}
-        if self.rows < settings.data.per_device_train_batch_size:
-            flags["per_device_train_batch_size"] = str(self.rows)
-        if not self.memory.reduces_once and not settings.parallel.sync_each_batch:
-            flags["sync_each_batch"] = ""
-        if self.every:
-            flags["gradient_checkpointing"] = "auto" if self.memory.on_gpu else ""
-        if self.memory.has_bf16_weights and settings.optim.trained_dtype != "bfloat16":
-            flags["dtype"] = "bfloat16"
-        if self.memory.optim != settings.optim.optim:
-            flags["optim"] = self.memory.optim
-        return flags
+_PORT = 29500  # of the first machine, which accelerate's configs for several machines have, too
 
 
 class Fit(NamedTuple):
@@ -98,23 +52,23 @@ class Fit(NamedTuple):
 
     Attributes:
         limit: bytes that a process may use.
-        chosen: the cheapest flags that fit; if nothing fits, those that need least.
-        command: the command that runs the recipe with them.
-        changes: the flags that were added, with their costs.
-        too_large: the next cheaper flags, which do not fit; ``None`` if there are none.
+        chosen: the cheapest layout that fits; if nothing fits, the one that needs least.
+        command: the command that runs the recipe with it, on the first machine if it takes several.
+        machines: the number of machines.
+        too_large: the next cheaper layout, which does not fit; ``None`` if there is none.
         would_fit: what else would fit, if nothing does.
     """
 
     limit: float
-    chosen: Candidate
+    chosen: PlannedLayout
     command: str
-    changes: list[Change]
-    too_large: Candidate | None
+    machines: int
+    too_large: PlannedLayout | None
     would_fit: list[str]
 
     @property
     def fits(self) -> bool:
-        return self.chosen.total <= self.limit
+        return self.chosen.bytes.total <= self.limit
 
 
 def find_fit(request: PlanRequest, size: str) -> Fit:
@@ -145,24 +99,25 @@ def fit_into(limit: float, plan: Plan, request: PlanRequest) -> Fit:
     Raises:
         UserError: if the global batch cannot be divided among the processes.
     """
-    too_large: list[Candidate] = []
-    chosen: Candidate | None = None
+    too_large: list[PlannedLayout] = []
+    chosen: PlannedLayout | None = None
     for memory in _arithmetics(plan.memory):
         candidates = sorted(_candidates(plan, memory, request.processes, limit), key=_cost)
         for candidate in candidates:
-            if candidate.total <= limit:
+            if candidate.bytes.total <= limit:
                 chosen = candidate
                 break
             too_large.append(candidate)
         if chosen is not None:
             break
 
-    answer = chosen or min(too_large, key=lambda candidate: candidate.total)
+    answer = chosen or min(too_large, key=lambda candidate: candidate.bytes.total)
+    machines = -(-request.processes // plan.cluster.per_machine)
     return Fit(
         limit=limit,
         chosen=answer,
-        command=_command(request, answer),
-        changes=_changes(plan, answer),
+        command=_command(request, answer, machines),
+        machines=machines,
         too_large=too_large[-1] if chosen and too_large else None,
         would_fit=[] if chosen else _would_fit(request, plan, limit),
     )
@@ -186,8 +141,10 @@ def _arithmetics(memory: Memory) -> list[Memory]:
     return arithmetics
 
 
-def _candidates(plan: Plan, memory: Memory, processes: int, limit: float) -> Iterator[Candidate]:
-    """Yield flags that compute the same numbers up to rounding.
+def _candidates(
+    plan: Plan, memory: Memory, processes: int, limit: float
+) -> Iterator[PlannedLayout]:
+    """Yield layouts that compute the same numbers up to rounding.
 
     Args:
         plan: the model and the hardware.
@@ -195,22 +152,25 @@ def _candidates(plan: Plan, memory: Memory, processes: int, limit: float) -> Ite
         processes: the number of processes.
         limit: bytes that a process may use.
     """
+    share = rows_of_process(memory, processes)
     data = memory.recipe.settings.data
-    if data.global_batch_size % processes:
-        raise UserError(
-            f"--global_batch_size {data.global_batch_size} cannot be divided among {processes} "
-            "processes."
-        )
-    share = data.global_batch_size // processes
+    sizes = [rows for rows in divisors(share) if rows <= data.per_device_train_batch_size]
+    if data.is_set("per_device_train_batch_size"):
+        sizes = sizes[-1:]
 
-    for layout, sharding in shardings(processes, plan.cluster.per_machine):
+    parallel = memory.recipe.settings.parallel
+    sync_choices = [False, True]
+    if processes == 1 or parallel.bitwise or parallel.is_set("sync_each_batch"):
+        sync_choices = [parallel.sync_each_batch]
+
+    for name, sharding in shardings(processes, plan.cluster.per_machine):
         if sharding.is_sharded and not _can_be_sharded(memory):
             continue
-        for synced in _sync_choices(memory, processes):
+        for synced in sync_choices:
             with_sync = replace(memory, reduces_once=not synced)
-            for rows in _micro_batches(memory, share):
+            for rows in sizes:
                 for every in _recomputations(with_sync, sharding, rows, share // rows, limit):
-                    yield _candidate(plan, with_sync, layout, sharding, rows=rows, every=every)
+                    yield plan_layout(plan, with_sync, name, sharding, rows=rows, every=every)
 
 
 def _can_be_sharded(memory: Memory) -> bool:
@@ -219,22 +179,6 @@ def _can_be_sharded(memory: Memory) -> bool:
         return bool(memory.units)
     except UserError:  # a model without blocks
         return False
-
-
-def _micro_batches(memory: Memory, share: int) -> list[int]:
-    """Return the sizes of a micro-batch to try."""
-    data = memory.recipe.settings.data
-    most = min(data.per_device_train_batch_size, share)
-    sizes = [rows for rows in range(most, 0, -1) if share % rows == 0]
-    return sizes[:1] if data.is_set("per_device_train_batch_size") else sizes
-
-
-def _sync_choices(memory: Memory, processes: int) -> list[bool]:
-    """Return whether to try ``--sync_each_batch``, which several processes need."""
-    parallel = memory.recipe.settings.parallel
-    if processes == 1 or parallel.bitwise or parallel.is_set("sync_each_batch"):
-        return [parallel.sync_each_batch]
-    return [False, True]
 
 
 def _recomputations(
@@ -247,7 +191,8 @@ def _recomputations(
     """
     settings = memory.recipe.settings
     flag = value_of(settings, "gradient_checkpointing", default=True)
-    is_set = _is_set(memory, "gradient_checkpointing")
+    configs = configs_of(settings).values()
+    is_set = any(config.is_set("gradient_checkpointing") for config in configs)
     if flag or (is_set and flag is False) or not can_recompute(memory.recipe.model):
         return [None]
     if not memory.on_gpu or settings.parallel.bitwise:
@@ -258,113 +203,57 @@ def _recomputations(
     return [least.every]
 
 
-def _is_set(memory: Memory, name: str) -> bool:
-    """Return whether the user set a flag of the recipe."""
-    configs = configs_of(memory.recipe.settings).values()
-    return any(config.is_set(name) for config in configs)
-
-
-def _candidate(
-    plan: Plan,
-    memory: Memory,
-    layout: str,
-    sharding: Sharding,
-    *,
-    rows: int,
-    every: int | None,
-) -> Candidate:
-    """Return a candidate with its memory and its seconds."""
-    share = memory.recipe.settings.data.global_batch_size // sharding.processes
-    accumulation = share // rows
-    candidate = Candidate(
-        memory=memory,
-        layout=layout,
-        sharding=sharding,
-        rows=rows,
-        every=every,
-        total=memory.bytes_of(sharding, rows, accumulation, every).total,
-        seconds=None,
-    )
-    if plan.compute is None:
-        return candidate
-
-    compute = plan.compute
-    estimate = estimate_compute(memory, plan.device, mfu=1.0)
-    if estimate is not None:  # plan.compute has the optimizer of the recipe's own flags
-        compute = compute._replace(optimizer=estimate.optimizer)
-    blocks = memory.activations(rows, sharding.is_sharded, every).blocks
-    step = step_time(
-        memory,
-        compute,
-        plan.cluster,
-        sharding,
-        rows=rows,
-        accumulation=accumulation,
-        recomputed_share=recomputed_share(
-            blocks, memory.recipe.recompute_every if every is None else every
-        ),
-    )
-    return candidate._replace(seconds=step.total)
-
-
-def _cost(candidate: Candidate) -> tuple[float, float, int, int]:
-    """Return the key by which candidates with the same dtypes are sorted, the cheapest first.
+def _cost(layout: PlannedLayout) -> tuple[float, float, int, int]:
+    """Return the key by which layouts with the same dtypes are sorted, the cheapest first.
 
     If the seconds are unknown or equal, recomputation costs more than a smaller micro-batch.
     """
-    seconds = float(f"{candidate.seconds or 0:.6g}")
-    recomputed = 1 / candidate.every if candidate.every else 0.0
-    return seconds, recomputed, len(candidate.flags), -candidate.rows
+    seconds = 0.0 if layout.step is None else float(f"{layout.step.total:.6g}")
+    recomputed = 1 / layout.every if layout.every else 0.0
+    return seconds, recomputed, len(changed_flags(layout)), -layout.rows
 
 
 # --- the answer
 
 
-def _changes(plan: Plan, chosen: Candidate) -> list[Change]:
-    """Return the flags of a candidate, each with the seconds that it adds to those before it."""
-    unchanged = plan.memory
-    synced = replace(unchanged, reduces_once=chosen.memory.reduces_once)
-    in_bf16 = replace(synced, has_bf16_weights=chosen.memory.has_bf16_weights)
-    share = unchanged.recipe.settings.data.global_batch_size // chosen.sharding.processes
-    most_rows = _micro_batches(unchanged, share)[0]
-    no_block = None if chosen.every is None else 0
-
-    def with_flags(memory: Memory, *, rows: int, every: int | None) -> Candidate:
-        return _candidate(plan, memory, chosen.layout, chosen.sharding, rows=rows, every=every)
-
-    # Each has one more flag of the chosen candidate than the one before it.
-    candidates = [
-        with_flags(unchanged, rows=most_rows, every=no_block),
-        with_flags(unchanged, rows=chosen.rows, every=no_block),
-        with_flags(synced, rows=chosen.rows, every=no_block),
-        with_flags(synced, rows=chosen.rows, every=chosen.every),
-        with_flags(in_bf16, rows=chosen.rows, every=chosen.every),
-        with_flags(chosen.memory, rows=chosen.rows, every=chosen.every),
-    ]
-    changes = []
-    for before, after in itertools.pairwise(candidates):
-        for name, value in after.flags.items():
-            if name in before.flags:
-                continue
-            seconds = None
-            if after.seconds is not None and before.seconds is not None:
-                seconds = after.seconds - before.seconds
-            flag = f"--{name} {value}".rstrip()
-            changes.append(Change(flag=flag, seconds=seconds, promise=_PROMISES[name]))
-    return changes
+def changed_flags(layout: PlannedLayout) -> dict[str, str]:
+    """Return the flags that differ from the recipe's own, by name. A switch has no value."""
+    memory = layout.memory
+    settings = memory.recipe.settings
+    flags = {}
+    if layout.every:
+        flags["gradient_checkpointing"] = "auto" if memory.on_gpu else ""
+    if layout.rows < settings.data.per_device_train_batch_size:
+        flags["per_device_train_batch_size"] = str(layout.rows)
+    if not memory.reduces_once and not settings.parallel.sync_each_batch:
+        flags["sync_each_batch"] = ""
+    if memory.has_bf16_weights and settings.optim.trained_dtype != "bfloat16":
+        flags["dtype"] = "bfloat16"
+    if memory.optim != settings.optim.optim:
+        flags["optim"] = memory.optim
+    return flags
 
 
-def _command(request: PlanRequest, candidate: Candidate) -> str:
-    """Return the command that runs the recipe with the flags of a candidate."""
+def _command(request: PlanRequest, layout: PlannedLayout, machines: int) -> str:
+    """Return the command that runs the recipe in a layout, on the first machine of several."""
+    sharding = layout.sharding
+    on_gpu = layout.memory.on_gpu
     words = ["python"]
-    if candidate.sharding.processes > 1:
-        config = "multi_gpu" if candidate.memory.on_gpu else "cpu_ddp"
-        if candidate.sharding.is_sharded:
-            config = "hsdp" if candidate.sharding.replicas > 1 else "fsdp2"
+    if sharding.processes > 1:
+        config = "multi_gpu" if on_gpu else "cpu_ddp"
+        if sharding.is_sharded:
+            config = "hsdp" if sharding.replicas > 1 else "fsdp2"
         words = ["accelerate", "launch", "--config_file", str(shipped_config(config))]
-        words += ["--num_processes", str(candidate.sharding.processes)]
+        words += ["--num_processes", str(sharding.processes)]
+        if config == "hsdp":
+            words += ["--parallelism_config_dp_replicate_size", str(sharding.replicas)]
+            words += ["--parallelism_config_dp_shard_size", str(sharding.shards)]
+    if machines > 1:
+        words += ["--num_machines", str(machines), "--machine_rank", "0"]
+        words += ["--main_process_ip", "ADDRESS", "--main_process_port", str(_PORT)]
+
     words += [request.recipe, *request.flags]
-    for name, value in candidate.flags.items():
+    for name, value in changed_flags(layout).items():
         words += f"--{name} {value}".split()
     return shlex.join(words)
 

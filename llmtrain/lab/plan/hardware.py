@@ -1,5 +1,6 @@
-"""The devices to plan for, their links, and how fast they compute."""
+"""The devices to plan for, and their links."""
 
+import time
 import timeit
 from typing import NamedTuple
 
@@ -14,17 +15,17 @@ from llmtrain.devices import (
     size_bytes,
 )
 from llmtrain.errors import UserError
-from llmtrain.lab.plan.calibration import calibrate, measured_peak
-from llmtrain.lab.plan.speed import Cluster, Compute, Link, estimate_compute
+from llmtrain.lab.plan.speed import Cluster, Link
 from llmtrain.launching.children import gpu_count
-from llmtrain.training.predicted_memory import Memory
 
 # Seconds of the shortest message from one process to another.
 NCCL_LATENCY = {"inside": 2e-6, "between": 10e-6}
 GLOO_LATENCY = {"inside": 30e-6, "between": 100e-6}
-# Seconds for which gloo occupies the processors to send a byte: measured with two processes on two
-# cores, torch 2.13.
-GLOO_SECONDS_PER_BYTE = 4e-9
+
+# Sizes of the square matrices whose product measures a device, and how often it is computed.
+_MATRIX_SIZES_CPU = (192, 768)
+_MATRIX_SIZES_GPU = (1024, 4096)
+_PRODUCTS = 20
 
 
 class PlanRequest(NamedTuple):
@@ -38,7 +39,6 @@ class PlanRequest(NamedTuple):
         link: the rate at which a process sends to another machine, such as ``400Gbit``.
         per_machine: processes of a machine; ``None`` for the usual number.
         mfu: the share of its peak that the device reaches.
-        calibrate: measure the seconds of computing on this machine.
     """
 
     recipe: str
@@ -48,7 +48,6 @@ class PlanRequest(NamedTuple):
     link: str | None = None
     per_machine: int | None = None
     mfu: float = USUAL_MFU
-    calibrate: bool = False
 
 
 def check_request(request: PlanRequest) -> None:
@@ -88,12 +87,6 @@ def hardware_of(request: PlanRequest) -> tuple[Device, Cluster]:
             "each: add the rate at which a process sends to another machine, such as "
             "--link 400Gbit."
         )
-    is_this_device = gpu_count() > 0 and known_device(torch.cuda.get_device_name()) == name.lower()
-    if request.calibrate and is_gpu and not is_this_device:
-        raise UserError(
-            f"--calibrate runs steps on this machine, which has no {name}; use --mfu instead."
-        )
-
     latency = NCCL_LATENCY if is_gpu else GLOO_LATENCY
     bandwidth_between = size_bytes(request.link, "--link ") if request.link else device.link
     cluster = Cluster(
@@ -151,23 +144,20 @@ def cpu_peak(precision: str) -> float:
     return measured_peak(torch.device("cpu"), dtype)
 
 
-def compute_of(
-    request: PlanRequest, memory: Memory, device: Device, cluster: Cluster
-) -> Compute | None:
-    """Return the seconds of computing, or ``None`` if the FLOPs are unknown."""
-    if request.calibrate:
-        data = memory.recipe.settings.data
-        trained = [parameter for parameter in memory.parameters if parameter.is_trained]
-        return calibrate(
-            request.recipe,
-            request.flags,
-            processes=min(request.processes, cluster.per_machine, gpu_count() or request.processes),
-            rows=min(data.per_device_train_batch_size, data.global_batch_size),
-            precision=memory.recipe.precision,
-            trained_numel=sum(parameter.numel() for parameter in trained),
-        )
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a square matrix product, the best of several."""
+    best = 0.0
+    for size in _MATRIX_SIZES_GPU if device.type == "cuda" else _MATRIX_SIZES_CPU:
+        flops = 2 * size**3
+        # If the larger product would take more than a second, this precision is emulated here.
+        if best and _PRODUCTS * flops / best > 1:
+            break
 
-    compute = estimate_compute(memory, device, request.mfu)
-    if compute is None or cluster.nccl:
-        return compute
-    return compute._replace(per_sent_byte=GLOO_SECONDS_PER_BYTE)
+        a = torch.ones(size, size, device=device, dtype=dtype)
+        b = torch.ones(size, size, device=device, dtype=dtype)
+        float((a @ b)[0, 0])  # the first product loads the kernel
+        for _ in range(_PRODUCTS):
+            start = time.perf_counter()
+            float((a @ b)[0, 0])  # reading the result waits for the device
+            best = max(best, flops / (time.perf_counter() - start))
+    return best

@@ -2,15 +2,16 @@
 
 import functools
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmtrain.lab.plan.fit import Fit, fit_into
+from llmtrain.lab.plan.fit import Fit, changed_flags, fit_into
 from llmtrain.lab.plan.hardware import PlanRequest
 from llmtrain.lab.plan.layouts import Plan, plan_without_layouts
-from tests.launching import FINETUNE, GPT, long_form
+from tests.launching import BIN, FINETUNE, GPT, long_form, read_json, start_process, wait
 
 MODEL = (
     "--n_layer 8 --n_head 4 --n_embd 256 --block_size 128 --tokenizer byte "
@@ -39,7 +40,7 @@ def test_flags_with_which_a_run_fits_are_not_changed() -> None:
     fitting = fit(1e9)
 
     assert fitting.fits
-    assert fitting.changes == []
+    assert changed_flags(fitting.chosen) == {}
     assert fitting.too_large is None
     assert fitting.command == f"python {GPT} {MODEL}"
 
@@ -58,28 +59,26 @@ def test_less_memory_costs_seconds_before_it_changes_the_arithmetic() -> None:
     """Each limit is a byte less than the last flags need."""
     costs = []
     fitting = fit(1e9, LLAMA, FINETUNE)
-    assert fitting.chosen.flags == {}
+    assert changed_flags(fitting.chosen) == {}
     while fitting.fits:
-        assert fitting.chosen.total <= fitting.limit
-        assert fitting.too_large is None or fitting.too_large.total > fitting.limit
-        flags = fitting.chosen.flags
-        costs.append(("dtype" in flags, "optim" in flags, round(fitting.chosen.seconds, 9)))
-        fitting = fit(fitting.chosen.total - 1, LLAMA, FINETUNE)
+        assert fitting.chosen.bytes.total <= fitting.limit
+        assert fitting.too_large is None or fitting.too_large.bytes.total > fitting.limit
+        flags = changed_flags(fitting.chosen)
+        costs.append(("dtype" in flags, "optim" in flags, round(fitting.chosen.step.total, 9)))
+        fitting = fit(fitting.chosen.bytes.total - 1, LLAMA, FINETUNE)
 
     assert costs == sorted(costs)
     assert costs[0][:2] == (False, False)
     assert costs[-1][:2] == (True, True)
 
 
-@long_form
-def test_each_change_has_its_seconds_and_its_promise() -> None:
-    changes = {change.flag: change for change in fit(NOTHING, LLAMA, FINETUNE).changes}
-
-    assert changes["--gradient_checkpointing auto"].seconds > 0
-    assert changes["--gradient_checkpointing auto"].promise == "the same bits"
-    assert changes["--per_device_train_batch_size 1"].promise == "equal to rounding"
-    assert changes["--dtype bfloat16"].promise.startswith("other arithmetic: weights in bfloat16")
-    assert changes["--optim adamw_torch_8bit"].promise.startswith("other arithmetic: AdamW")
+def test_the_flags_are_those_that_save_memory() -> None:
+    assert changed_flags(fit(NOTHING, LLAMA, FINETUNE).chosen) == {
+        "gradient_checkpointing": "auto",
+        "per_device_train_batch_size": "1",
+        "dtype": "bfloat16",
+        "optim": "adamw_torch_8bit",
+    }
 
 
 def test_flags_that_the_user_has_set_are_not_changed() -> None:
@@ -87,9 +86,11 @@ def test_flags_that_the_user_has_set_are_not_changed() -> None:
 
     smallest = fit(NOTHING, flags)
 
-    assert "optim" not in fit(NOTHING).chosen.flags, "Muon, the default, is another algorithm"
+    assert "optim" not in changed_flags(fit(NOTHING).chosen), (
+        "Muon, the default, is another algorithm"
+    )
     assert not smallest.fits
-    assert smallest.changes == []
+    assert changed_flags(smallest.chosen) == {}
     assert smallest.command == f"python {GPT} {flags}"
 
 
@@ -110,11 +111,38 @@ def test_the_command_has_the_config_of_the_layout(limit: float, layout: str, con
     fitting = fit_into(limit, plan_of(request), request)
 
     assert fitting.fits
-    assert fitting.chosen.layout == layout
+    assert fitting.chosen.name == layout
     words = shlex.split(fitting.command)
     assert words[:3] == ["accelerate", "launch", "--config_file"]
     assert Path(words[3]).name == config
-    assert words[4:7] == ["--num_processes", "4", GPT]
+    assert words[4:6] == ["--num_processes", "4"]
+    assert "--num_machines 2 --machine_rank 0 --main_process_ip ADDRESS" in fitting.command
+
+
+@long_form
+def test_the_command_of_several_machines_runs_on_two_launchers(
+    text_file: Path, tmp_path: Path
+) -> None:
+    flags = f"{MODEL} --dataset {text_file} --max_steps 2 --report_to none --output_dir {tmp_path}"
+    request = PlanRequest(
+        GPT, tuple(flags.split()), processes=4, device="h100-80gb", per_machine=2, link="1Gbit"
+    )
+    fitting = fit_into(1e9, plan_of(request), request)
+    assert (fitting.chosen.name, fitting.machines) == ("HSDP 2 x 2", 2)
+
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    launches = []
+    for machine in range(2):
+        command = fitting.command.replace("ADDRESS", "127.0.0.1").replace("29500", str(port))
+        command = command.replace("--machine_rank 0", f"--machine_rank {machine}")
+        launches.append(start_process([str(BIN / "accelerate"), *shlex.split(command)[1:]]))
+    for launch in launches:
+        wait(launch).assert_ok()
+
+    [start] = read_json(tmp_path / "run.json")["starts"]
+    assert start["sharded"] == "2x2"
 
 
 @pytest.fixture
@@ -133,7 +161,7 @@ def test_more_processes_and_lora_are_proposed_if_they_would_fit(llama_flags: str
     assert not smallest.fits
     assert smallest.would_fit == []
 
-    fitting = fit(0.7 * smallest.chosen.total, llama_flags, FINETUNE)
+    fitting = fit(0.7 * smallest.chosen.bytes.total, llama_flags, FINETUNE)
 
     assert not fitting.fits
     processes, lora = fitting.would_fit
