@@ -5,8 +5,6 @@ from :data:`METADATA`, which says the same about the rest of a run's record.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 from llmtrain.json_types import Json, JsonObject
 from llmtrain.record.history import History
@@ -17,8 +15,6 @@ from llmtrain.record.tolerances import (
     tolerance_of,
     widest,
 )
-
-T = TypeVar("T")
 
 # Keys of a run's record, or of its first start: what they affect, and their name in messages.
 METADATA = {
@@ -50,28 +46,17 @@ def effects_between(run_a: History, run_b: History) -> dict[str, set[str]]:
     return effects
 
 
-def compared_settings(
-    settings: Mapping[str, T],
-    effects: Mapping[str, Sequence[str]],
-    *,
-    is_bitwise: bool = False,
-) -> dict[str, T]:
-    """Return the settings that make another run, apart from the seed.
+def compared_settings(run: History) -> JsonObject:
+    """Return the settings of a run that make it another run, apart from the seed.
 
     Settings that change no numbers are left out, such as the names of folders and trackers, and so
     are those of the layout, which change no more than rounding errors.
-
-    Args:
-        settings: the settings of a run.
-        effects: what each of them affects. Others are compared.
-        is_bitwise: whether the last bits matter, too, as in the fingerprint of a ``--bitwise`` run.
-            The settings of the layout are then compared.
     """
-    left_out = {"seed", "nowhere"} if is_bitwise else {"seed", "nowhere", "layout"}
+    left_out = {"seed", "nowhere", "layout"}
     return {
         name: value
-        for name, value in settings.items()
-        if not left_out.issuperset(effects.get(name, ["any"]))
+        for name, value in run.settings.items()
+        if not left_out.issuperset(run.effects.get(name, ["any"]))
     }
 
 

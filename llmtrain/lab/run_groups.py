@@ -86,7 +86,7 @@ def _compared_values(run: History) -> JsonObject:
     """Return the settings and the metadata that must be the same in all runs of a group."""
     metadata = flat_record(run)
     return {
-        **compared_settings(run.settings, run.effects),
+        **compared_settings(run),
         **{key: metadata.get(key) for key in _COMPARED_METADATA},
     }
 

@@ -7,17 +7,15 @@ The exit status is that of the run that did not finish, or 0.
 """
 
 import argparse
+import shlex
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.console import labelled, say
 from llmtrain.errors import UserError
-from llmtrain.json_types import JsonObject
 from llmtrain.lab.commands.compare import compare_groups, comparison_as_json, group_lines
-from llmtrain.lab.identity import compared_settings
 from llmtrain.launching.children import (
     Ending,
     has_too_few_gpus,
@@ -67,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
     first_seed = settings["seed"].value
     seeds = range(first_seed, first_seed + arguments.count)
     for seed in seeds:
-        _check_folder(_seed_folder(output_dir, seed), settings)
+        _check_folder(arguments, _seed_folder(output_dir, seed), seed)
 
     for i, seed in enumerate(seeds, start=1):
         folder = _seed_folder(output_dir, seed)
@@ -95,7 +93,12 @@ def _seed_folder(output_dir: Path, seed: int) -> Path:
     return output_dir.with_name(f"{output_dir.name}-seed-{seed}")
 
 
-# --- the settings of the recipe, and those of runs that exist
+def _seed_flags(folder: Path, seed: int) -> list[str]:
+    """Return the flags that make the run of a seed. They override those of the user."""
+    return ["--seed", str(seed), "--output_dir", str(folder)]
+
+
+# --- the recipe, and runs that exist
 
 
 def _recipe_settings(arguments: argparse.Namespace) -> dict[str, "Setting"]:
@@ -117,8 +120,8 @@ def _recipe_settings(arguments: argparse.Namespace) -> dict[str, "Setting"]:
     return settings
 
 
-def _check_folder(folder: Path, settings: Mapping[str, "Setting"]) -> None:
-    """Check that the folder of a seed is free, or holds a run with the same settings.
+def _check_folder(arguments: argparse.Namespace, folder: Path, seed: int) -> None:
+    """Check that the folder of a seed is free, or holds a run of the same command.
 
     Raises:
         UserError: if it is neither.
@@ -128,48 +131,14 @@ def _check_folder(folder: Path, settings: Mapping[str, "Setting"]) -> None:
     if not is_run(folder):
         raise UserError(f"{folder} is not a run folder; use another --output_dir.")
 
-    history = History.of_run(folder)
-    recorded = history.record.get("settings") or {}
-    max_steps = int(history.settings.get("max_steps") or 0)
-    bitwise = settings.get("bitwise")
-    is_bitwise = bool(history.settings.get("bitwise") or (bitwise and bitwise.value))
-    differing = []
-    compared = compared_settings(settings, history.effects, is_bitwise=is_bitwise)
-    for name, setting in compared.items():
-        entry = recorded.get(name) or {}
-        shown = setting._replace(value=redacted(setting.value, name))  # as run.json has it
-        if not _is_same(shown, entry, max_steps):
-            differing.append(f"{name} {entry.get('value')} there, {shown.value} here")
-    if differing:
+    starts = History.of_run(folder).starts
+    recorded: list[str] = (starts or [{}])[-1].get("command") or []
+    command = [arguments.recipe, *arguments.flags, *_seed_flags(folder, seed)]
+    if recorded != redacted(command):
         raise UserError(
-            f"{folder} holds a run with other settings ({', '.join(differing)}); use another "
+            f"{folder} holds a run of another command ({shlex.join(recorded)}); use another "
             "--output_dir."
         )
-
-
-def _is_same(setting: "Setting", entry: JsonObject, max_steps: int) -> bool:
-    """Return whether a setting is the same as that of a run.
-
-    A setting that the user has set in neither is the same: what the run has recorded may be a
-    default that followed from other settings.
-
-    Args:
-        setting: the setting of the recipe.
-        entry: its value and origin in ``run.json``.
-        max_steps: the steps of the run.
-    """
-    was_set = entry.get("from", "recipe") != "recipe"
-    if not setting.is_set and not was_set:
-        return True
-
-    recorded = entry.get("value")
-    value = setting.value
-    if value == "auto":  # the run has recorded the choice
-        return True
-    if isinstance(recorded, int) and isinstance(value, float) and 0 < value < 1:
-        # A fraction of the run, which records it as steps, rounded up.
-        return abs(recorded - value * max_steps) < 1
-    return bool(value == (None if recorded == [] else recorded))
 
 
 # --- the runs
@@ -178,12 +147,8 @@ def _is_same(setting: "Setting", entry: JsonObject, max_steps: int) -> bool:
 def _run_seed(arguments: argparse.Namespace, processes: int, output_dir: Path, seed: int) -> Ending:
     """Run the recipe with a seed until it ends."""
     folder = _seed_folder(output_dir, seed)
-    command = recipe_command(
-        [arguments.recipe, *arguments.flags],
-        {"seed": seed, "output_dir": folder},
-        processes,
-        arguments.config_file,
-    )
+    recipe = [arguments.recipe, *arguments.flags, *_seed_flags(folder, seed)]
+    command = recipe_command(recipe, {}, processes, arguments.config_file)
     # One process chooses its device itself.
     on_cpu = processes > 1 and has_too_few_gpus(processes, arguments.config_file)
     # With --json, stdout is for the result.
