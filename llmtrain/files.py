@@ -4,7 +4,6 @@ Reading from a disk that fails for a moment is here, too.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from errno import EACCES, EBADF, EINVAL, EISDIR, ENOSYS, ENOTSUP, ENOTTY, EOPNOTSUPP
+from errno import EACCES, EBADF, EINVAL, EISDIR, ENOSYS, ENOTSUP, EOPNOTSUPP
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
@@ -27,9 +26,9 @@ T = TypeVar("T")
 
 _BLOCK_BYTES = 1 << 24  # a file is hashed and written in blocks of this size
 RETRY_PAUSES = (0.5, 1.0, 2.0)  # seconds between the attempts to read from a disk that fails
-# What file systems answer that cannot open or sync a folder, or do not know F_FULLFSYNC. Any other
-# error of a sync means that something may not be on the disk.
-_CANNOT_SYNC = (EINVAL, ENOTSUP, EOPNOTSUPP, EBADF, EACCES, EISDIR, ENOSYS, ENOTTY)
+# What file systems answer that cannot open or sync a folder. Any other error of a sync means that
+# something may not be on the disk.
+_CANNOT_SYNC = (EINVAL, ENOTSUP, EOPNOTSUPP, EBADF, EACCES, EISDIR, ENOSYS)
 # The file is not there, or another kind of file is.
 ABSENCES = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -116,7 +115,7 @@ def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> Hashed:
                     written += file.write(block[written:])
                 hashing.result()
             size += len(data)
-        _sync(file.fileno(), path)
+        os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
@@ -338,21 +337,9 @@ def sync(path: Path) -> None:
     with errors_name(path, ignored=_CANNOT_SYNC if path.is_dir() else ()):
         handle = os.open(path, os.O_RDONLY)
         try:
-            _sync(handle, path)
+            os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _sync(handle: int, path: Path) -> None:
-    """Force an open file to the storage medium.
-
-    On macOS, fsync leaves the bytes in the cache of the drive; F_FULLFSYNC does not.
-    """
-    if hasattr(fcntl, "F_FULLFSYNC"):
-        with errors_name(path, ignored=_CANNOT_SYNC):
-            fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
-            return
-    os.fsync(handle)
 
 
 def local_path(name: str, source: str = "") -> str:
