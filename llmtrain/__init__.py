@@ -19,7 +19,6 @@ _NAMES = {
     "llmtrain.interfaces.objective": ["LossSums", "Objective"],
     "llmtrain.interfaces.part": ["Metric", "Part", "Schedule"],
     "llmtrain.launching.process": ["launch"],
-    "llmtrain.model_folders": ["newest_model"],
     "llmtrain.models.config": ["GPTConfig", "ModelConfig"],
     "llmtrain.models.gpt": ["GPT"],
     "llmtrain.models.lfm2": ["build_gpt"],

@@ -18,7 +18,6 @@ from llmtrain.interfaces.part import Metric as Metric
 from llmtrain.interfaces.part import Part as Part
 from llmtrain.interfaces.part import Schedule as Schedule
 from llmtrain.launching.process import launch as launch
-from llmtrain.model_folders import newest_model as newest_model
 from llmtrain.models.config import GPTConfig as GPTConfig
 from llmtrain.models.config import ModelConfig as ModelConfig
 from llmtrain.models.gpt import GPT as GPT

@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from llmtrain.console import say
 from llmtrain.errors import UserError, as_user_error, first_line, short_repr
 from llmtrain.files import local_path, read_object
 from llmtrain.json_types import JsonObject
@@ -136,47 +135,6 @@ def tokenizer_of(name: str) -> "PreTrainedTokenizerFast":
     check_names_of_files(folder_with(name, "tokenizer_config.json"))
     with as_user_error(f"{name}: no model with a tokenizer could be loaded"):
         return cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(name, **DATA_ONLY))
-
-
-def newest_model(output_dir: str, command: str) -> str:
-    """Return the model folder of the newest finished fine-tuning run next to a run's folder.
-
-    Runs on preferences do not count.
-
-    Args:
-        output_dir: the folder of this run. The folders next to it are searched.
-        command: a command that makes a fine-tuning run, for the error message.
-
-    Raises:
-        UserError: if no such run is finished.
-    """
-    parent = Path(output_dir).absolute().parent
-    models = [
-        folder / "model"
-        for folder in sorted(parent.glob("*"))
-        if _is_finished_fine_tuning(folder) and (folder / "model").is_dir()
-    ]
-    shown_parent = Path(output_dir).parent
-    if not models:
-        raise UserError(
-            f"no fine-tuning run in {shown_parent} has finished: run {command} first, or name a "
-            "model with --model_name_or_path."
-        )
-    newest = max(models, key=lambda folder: folder.stat().st_mtime)
-    shown = shown_parent / newest.relative_to(parent)
-    say("model", f"{shown} (of the newest finished fine-tuning run in {shown_parent})")
-    return str(shown)
-
-
-def _is_finished_fine_tuning(folder: Path) -> bool:
-    """Return whether a folder holds a finished run that trained a model on chats, or further."""
-    if read_object(folder / "status.json").get("state") != "finished":
-        return False
-    record = read_object(folder / "run.json")
-    settings = record.get("settings")
-    takes_model = isinstance(settings, dict) and "model_name_or_path" in settings
-    task = record.get("task")
-    return task == "conversations" or (task == "text" and takes_model)
 
 
 def is_of_checkpoint(folder: Path) -> bool:

@@ -10,6 +10,7 @@ accelerate launch recipes/preference.py --model_name_or_path runs/finetune --dat
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import llmtrain as lt
 
@@ -45,7 +46,7 @@ DEFAULTS = Settings(
 def tokenized(settings: Settings) -> lt.Tokenized:
     """Tokenise the data set with the model's tokenizer, and write it as rows to disk.
 
-    By default the model is that of the newest fine-tuning run next to the run folder.
+    By default the model is the one that recipes/finetune.py makes.
     """
     settings.default_epochs(1.0)
     has_adapter = settings.lora.lora_r > 0 or settings.model.continue_adapter
@@ -56,9 +57,12 @@ def tokenized(settings: Settings) -> lt.Tokenized:
     )
     model = settings.model
     if not model.model_name_or_path and not model.from_config:
-        model.model_name_or_path = lt.newest_model(
-            settings.run.output_dir, "python recipes/finetune.py"
-        )
+        if not Path("runs/finetune").is_dir():
+            raise lt.UserError(
+                "name a model with --model_name_or_path, or make runs/finetune first: python "
+                "recipes/finetune.py"
+            )
+        model.set_default("model_name_or_path", "runs/finetune", "made by recipes/finetune.py")
     return lt.tokenize(
         settings.data,
         chat=settings.chat,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest import mock
 
 import numpy as np
 import pyarrow
@@ -632,9 +631,9 @@ def test_a_family_without_a_scoring_class_is_refused_before_data_are_prepared(
 
 
 def test_reward_models_and_adapters_have_a_higher_default_learning_rate(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(preference.lt, "newest_model", mock.Mock(side_effect=InterruptedError))
+    monkeypatch.chdir(tmp_path)  # where nothing was fine-tuned
     learning_rates = {
         "": 1e-6,
         "--lora_r 4": 1e-5,
@@ -642,7 +641,7 @@ def test_reward_models_and_adapters_have_a_higher_default_learning_rate(
     }
     for flags, learning_rate in learning_rates.items():
         settings = lt.parse(preference.DEFAULTS, flags.split())
-        with pytest.raises(InterruptedError):
+        with pytest.raises(UserError, match="make runs/finetune first"):
             preference.tokenized(settings)
         assert settings.optim.learning_rate == learning_rate
 

@@ -122,11 +122,10 @@ def test_each_recipe_continues_with_the_model_of_the_one_before(
         f"--model_name_or_path {tmp_path}/gpt --chat_template chatml --learning_rate 3e-3 "
         f"--max_steps 40 --dataset {chats} --output_dir {tmp_path}/finetune",
     )
-    # Without a model, the recipe takes the fine-tuning run beside its own folder.
     train(
         PREFERENCE,
-        f"--learning_rate 3e-3 --eval_fraction 0.2 --beta 0.3 --max_steps 40 --dataset {pairs} "
-        f"--output_dir {tmp_path}/preference",
+        f"--model_name_or_path {tmp_path}/finetune --learning_rate 3e-3 --eval_fraction 0.2 "
+        f"--beta 0.3 --max_steps 40 --dataset {pairs} --output_dir {tmp_path}/preference",
     )
 
     folder = tmp_path / "preference"
