@@ -4,7 +4,8 @@
 and ``python tools/flows.py batch`` for such a row on its way from disk to a tensor.
 ``python tools/flows.py model`` prints it for a model from its name to the first loss, ``step`` for
 a training step, from one batch to the next, ``save`` for a checkpoint, the finished model and a
-resume, and ``run`` for a run of six steps. ``--list`` prints the names, too. Comprehensions and
+resume, ``run`` for a run of six steps, and ``flag`` for ``--learning_rate`` from the command line
+to the parameter groups of the optimizer. ``--list`` prints the names, too. Comprehensions and
 lambdas are part of the function that has them.
 """
 
@@ -135,6 +136,27 @@ def six_steps(folder: Path) -> Callable[..., Any]:
     return run
 
 
+def learning_rate(folder: Path) -> Callable[[], Any]:
+    """Return a function that parses a learning rate, and sets it in an optimizer."""
+    import torch
+
+    import llmtrain as lt
+    from llmtrain.parallel.ranks import TrainingAccelerator
+    from llmtrain.training.learning_rates import LearningRates
+    from recipes import gpt
+
+    model = torch.nn.Linear(2, 2)
+    accelerator = TrainingAccelerator(cpu=True)
+
+    def set_rate() -> None:
+        settings = lt.parse(gpt.DEFAULTS, ["--learning_rate", "0.01"])
+        optimizer = lt.make_optimizer(accelerator, model, settings.optim)
+        LearningRates(optimizer, settings.optim).set(step=100)
+        assert 0 < optimizer.param_groups[0]["lr"] < 0.01
+
+    return set_rate
+
+
 def one_step(folder: Path, passed: Passed) -> None:
     """Pass a step of a run: from its batch to that of the next step."""
     import llmtrain as lt
@@ -176,7 +198,13 @@ def save_and_resume(folder: Path, passed: Passed) -> None:
         run("--resume_from_checkpoint", named, "--max_steps", "7", "--learning_rate", "1e-4")
 
 
-FLOWS = {"chat": rows_of_chats, "batch": first_batch, "model": first_loss, "run": six_steps}
+FLOWS = {
+    "chat": rows_of_chats,
+    "batch": first_batch,
+    "model": first_loss,
+    "run": six_steps,
+    "flag": learning_rate,
+}
 PARTS_OF_RUNS = {"step": one_step, "save": save_and_resume}
 
 
