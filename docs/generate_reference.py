@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llmtrain.cli import COMMANDS, GROUPS, build_parser
-from llmtrain.config.flag_parser import FlagParser
-from llmtrain.config.flag_syntax import Flag
+from llmtrain.config.command_line import recipe_parser
 from llmtrain.config.flags import configs_of
+from llmtrain.config.parser import Flag
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -54,24 +54,26 @@ def _recipe_page(recipe: str) -> str:
         "a flag is a key without its dashes, and `--no_NAME` is `NAME: false`.",
         "",
     ]
-    parser = FlagParser(configs_of(module["DEFAULTS"]))
-    for title, flags in parser.settings.items():
+    parser = recipe_parser(configs_of(module["DEFAULTS"]))
+    for title, flags in parser.sections.items():
         lines += [f"## {title[0].upper()}{title[1:]}", ""]
         lines += _table(["Flag", "Meaning"], map(_flag_row, flags))
     return "\n".join(lines)
 
 
 def _flag_row(flag: Flag) -> list[str]:
-    value = "" if flag.choices else flag.value_name
-    name = f"`{flag.shown_name} {value}`" if value else f"`{flag.shown_name}`"
-    if flag.is_hidden:
+    value = "" if flag.choices or flag.kind is bool else flag.metavar
+    if value and flag.takes_list:
+        value += " ..."
+    name = f"`--{flag.name} {value}`" if value else f"`--{flag.name}`"
+    if flag.metadata["hidden"]:
         name += " \\*"
 
-    meaning = _with_code(flag.help)
+    meaning = _with_code(flag.metadata["help"])
     if flag.choices:
         meaning += f" ({_code(flag.choices)})"
-    if flag.alias:
-        meaning += f"; also called `--{flag.alias}`"
+    if flag.metadata["alias"]:
+        meaning += f"; also called `--{flag.metadata['alias']}`"
     if flag.default_text:
         meaning += f" (default: `{flag.default_text}`)"
     return [name, meaning]

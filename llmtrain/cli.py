@@ -5,11 +5,10 @@ import importlib
 import os
 import sys
 from collections.abc import Collection
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
-from llmtrain.config.unknown_names import did_you_mean, hint_for
+from llmtrain.config.parser import Parser
 from llmtrain.console import prepare_streams
-from llmtrain.errors import UserError
 from llmtrain.versions import __version__
 
 
@@ -121,54 +120,6 @@ _EPILOG = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are :class:`UserError`."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._words = sys.argv[1:] if args is None else list(args)
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        # A misspelled flag may be the reason why a required one is missing.
-        unknown = self._unknown_flags()
-        if unknown and message.startswith("the following arguments are required"):
-            self._words = []
-            self.refuse_unknown(unknown)
-        end = "" if message.endswith("?") else ";"
-        raise UserError(f"{message}{end} see {self.prog} --help.")
-
-    def _unknown_flags(self) -> list[str]:
-        """Return the flags of the command line that a command does not know.
-
-        Other flags may belong to a recipe, if the command takes one.
-        """
-        takes_others = any(
-            action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions
-        )
-        if takes_others:
-            return []
-        known = self._option_string_actions
-        flags = [word for word in self._words if word.startswith("--")]
-        return [flag for flag in flags if flag.partition("=")[0] not in known]
-
-    def refuse_unknown(self, words: list[str]) -> NoReturn:
-        """Raise :class:`UserError` for words of the command line that this parser does not know."""
-        flags = [word.partition("=")[0] for word in words if word.startswith("-")]
-        if not flags or not words[0].startswith("-"):
-            self.error(f"'{words[0]}' is neither a flag nor the value of one")
-
-        known = [option for option in self._option_string_actions if option.startswith("--")]
-        described = []
-        for flag in flags:
-            if flag in known:  # a command's own flag, in front of the command
-                described.append(f"{flag} goes after the command")
-                continue
-            hint = hint_for(flag, known, "commands")
-            suggestion = f": {hint}" if hint else did_you_mean(flag, known)
-            described.append(f"unknown flag {flag}{suggestion}")
-        self.error("; ".join(described))
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run a command.
 
@@ -181,14 +132,7 @@ def main(argv: list[str] | None = None) -> None:
     prepare_streams()
     argv = sys.argv[1:] if argv is None else argv
     try:
-        # The first word without a dash is the command: no flag before it takes a value.
-        words = [word for word in argv if not word.startswith("-")]
-        if words[:1] == ["replay"]:
-            raise UserError("llmtrain replay is gone: use llmtrain rows RUN --step N.")
-        arguments, unknown = build_parser(words[:1]).parse_known_args(argv)
-        if unknown:
-            # The command's own parser names the help that lists what the command takes.
-            arguments.parser.refuse_unknown(unknown)
+        arguments = parse_command(argv)
         from llmtrain.model_folders import limit_hub_waits
 
         limit_hub_waits()
@@ -207,33 +151,44 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(report(error))
 
 
-def build_parser(commands: Collection[str] = COMMANDS.keys()) -> argparse.ArgumentParser:
+def parse_command(argv: list[str]) -> argparse.Namespace:
+    """Return the arguments of a command. What it does not take are the flags of its recipe.
+
+    Raises:
+        UserError: if a command that takes no recipe does not know a word.
+    """
+    # The first word without a dash is the command: no flag before it takes a value.
+    words = [word for word in argv if not word.startswith("-")]
+    arguments, others = build_parser(words[:1]).parse_known_args(argv)
+    if "flags" in arguments:
+        arguments.flags = others
+    elif others:
+        # The command's own parser names the help that lists what the command takes.
+        arguments.parser.refuse_unknown(others)
+    command: argparse.Namespace = arguments
+    return command
+
+
+def build_parser(commands: Collection[str] = COMMANDS.keys()) -> Parser:
     """Return the parser of the command line.
 
     Args:
         commands: names of the commands whose arguments it parses. Their modules are imported, and
             import nothing heavy until the command runs. Of all others it knows only the name.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="llmtrain",
         description=f"{__doc__}\n{_list_commands()}",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"llmtrain {__version__}")
     subparsers = parser.add_subparsers(
         metavar="COMMAND",
         help="one of the commands above",
         required=True,
-        parser_class=_Parser,
     )
     for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(
-            name,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        subparser = subparsers.add_parser(name)
         if name in commands:
             module = importlib.import_module(command.module)
             examples = "\n".join(f"  {example}" for example in module.EXAMPLES)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from llmtrain import __version__
-from llmtrain.cli import COMMANDS, build_parser
+from llmtrain.cli import COMMANDS, parse_command
 from llmtrain.files import json_text, write_json
 from tests.command_line import run_cli
 from tests.launching import ROOT
@@ -78,7 +78,7 @@ def test_help_of_a_command_ends_with_examples_that_its_parser_takes(
     for example in examples:
         command = example.partition(" && ")[0].partition("llmtrain ")[2]
         assert command.startswith(name)
-        build_parser().parse_args(shlex.split(command))
+        parse_command(shlex.split(command))
 
 
 def test_python_m_llmtrain_is_the_command_and_prints_the_version() -> None:

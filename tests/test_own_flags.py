@@ -157,60 +157,6 @@ def test_a_program_sets_texts_lists_and_nothing_as_a_user_does() -> None:
 # --- for authors of recipes
 
 
-@dataclass
-class SameFlag(lt.Config):
-    learning_rate: float = lt.flag(1.0, "a flag of OptimConfig, too")
-
-
-@dataclass
-class WithoutFlag(lt.Config):
-    size: int = 3
-
-
-@dataclass
-class UnknownPart(lt.Config):
-    affects = "pass loss"
-
-    size: int = lt.flag(3, "a size")
-
-
-class Undecorated(lt.Config):
-    size: int = lt.flag(3, "a size")
-
-
-@dataclass
-class UnknownAnnotation(lt.Config):
-    size: "Intt" = lt.flag(3, "a size")  # type: ignore[name-defined]  # noqa: F821
-
-
-@pytest.mark.parametrize(
-    ("section", "named"),
-    [
-        (SameFlag, ["--learning_rate", "SameFlag", "OptimConfig"]),
-        (WithoutFlag, ["WithoutFlag.size", 'size: int = lt.flag(3, "what it is")']),
-        (UnknownPart, ["UnknownPart.size", "'loss'"]),
-        (Undecorated, ["Undecorated", "@dataclass"]),
-        (UnknownAnnotation, ["UnknownAnnotation.size", "'Intt'"]),
-    ],
-)
-def test_a_section_that_cannot_become_flags_is_named_in_one_line(
-    section: type[lt.Config], named: list[str]
-) -> None:
-    message = error_of(lt.parse, settings_with(section), [])
-    assert "\n" not in message
-    for word in named:
-        assert word in message
-
-
-def test_an_attribute_of_settings_that_is_no_section_is_named() -> None:
-    @dataclass
-    class WithNumber(lt.Settings):
-        penalty: float = 1.0
-
-    settings = WithNumber(data=lt.BatchConfig())
-    assert "WithNumber.penalty" in error_of(lt.parse, settings, [])
-
-
 RECIPE_WITH_POSTPONED_ANNOTATIONS = """
 from __future__ import annotations
 from dataclasses import dataclass, field

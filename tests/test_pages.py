@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import llmtrain as lt
-from llmtrain.cli import build_parser
+from llmtrain.cli import parse_command
 from recipes import finetune, gpt, preference
 from tests.forked import run_forked
 from tests.launching import (
@@ -167,7 +167,7 @@ def test_the_flags_of_a_page_exist(
         words = shlex.split(re.split(r" (?:&&|\||;|&|>|<)(?: |$)", f"{made} ")[0])
         recipes = [word for word in words if word in RECIPES]
         if words and words[0] == "llmtrain":
-            build_parser().parse_args(words[1:])
+            parse_command(words[1:])
         elif recipes and words[0] in ("python", "accelerate", "torchrun"):
             flags = words[words.index(recipes[0]) + 1 :]
             lt.parse(RECIPES[recipes[0]].DEFAULTS, flags)

@@ -19,7 +19,6 @@ PACKAGE = Path(llmtrain.__file__).parent
 
 # The versions that were seen to have the names.
 VERSIONS = {
-    "argparse": "Python 3.14",
     "torch": "torch 2.13",
     "accelerate": "accelerate 1.15",
     "transformers": "transformers 5.23",
@@ -27,9 +26,6 @@ VERSIONS = {
 }
 # The private names, each with its module or class, below the reason.
 NAMES = [
-    # A command parses the flags again that stand after the recipe's name.
-    "argparse.ArgumentParser._actions",
-    "argparse.ArgumentParser._add_action",
     # From the ninth shape on, torch runs eager code, which rounds differently.
     "torch._dynamo.config.recompile_limit",
     # An evaluation runs what a block ran before it was compiled.

@@ -6,8 +6,7 @@ import shlex
 
 import pytest
 
-from llmtrain.config.command_line import parse
-from llmtrain.config.flag_parser import FlagParser
+from llmtrain.config.command_line import parse, recipe_parser
 from llmtrain.config.flags import configs_of
 from llmtrain.config.unknown_names import hint_for, hints
 from llmtrain.errors import UserError
@@ -32,7 +31,7 @@ def error_of(recipe: str, flags: str) -> str:
     ("command", "hint"),
     [
         ("finetune --lr", "--learning_rate"),
-        ("gpt --max-iters", "--max_steps"),
+        ("gpt --max_iters", "--max_steps"),
         ("gpt --model_name_or_path", "recipes/finetune.py"),
         ("preference --use_peft", "--lora_r 16"),
         ("gpt --optim ADAMW_torch", "adamw"),
@@ -54,8 +53,8 @@ def test_each_hint_is_printed_and_names_only_flags_of_the_recipe_that_prints_it(
     """No hint is for a flag that is gone, and none has a value that its flag takes."""
     printed = set()
     for recipe, defaults in RECIPES.items():
-        parser = FlagParser(configs_of(defaults))
-        flags = set(parser._flags)
+        parser = recipe_parser(configs_of(defaults))
+        flags = set(parser._option_string_actions)
         for name in hints("recipes"):
             flag, _, value = name.partition("=")
             if (f"--{flag}" in flags) != bool(value) or not hint_for(name, flags):

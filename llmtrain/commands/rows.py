@@ -21,7 +21,7 @@ from llmtrain.console import labelled
 from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, json_text
 from llmtrain.json_types import JsonObject
-from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
+from llmtrain.recipe_arguments import add_recipe_arguments, check_recipe
 from llmtrain.record.history import History, is_run
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     folder = Path(arguments.recipe)
-    separate_recipe_flags(arguments, is_recipe=not folder.is_dir())
     given = [name for name in ("step", "row", "random") if getattr(arguments, name) is not None]
     if len(given) > 1:
         raise UserError(f"--{given[0]} and --{given[1]} exclude each other; leave one out.")
@@ -61,6 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     history = model = None
     if not folder.is_dir():
+        check_recipe(arguments.recipe)
         if arguments.checkpoint is not None:
             raise UserError(f"--checkpoint is for a run, and {folder} is a recipe.")
         data = _data_of_recipe(arguments.recipe, arguments.flags, step)

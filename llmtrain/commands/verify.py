@@ -12,7 +12,7 @@ from typing import NamedTuple
 from llmtrain.commands.trial import ComparedRun, FinishedRun, RequestedLayout, Trial
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
-from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
+from llmtrain.recipe_arguments import add_recipe_arguments, check_recipe
 
 EXAMPLES = (
     "llmtrain verify layout recipes/gpt.py",
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    separate_recipe_flags(arguments)
+    check_recipe(arguments.recipe)
     check = arguments.check
     steps = _STEPS[check] if arguments.steps is None else arguments.steps
     if steps < _FEWEST_STEPS[check]:

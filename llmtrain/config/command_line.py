@@ -1,37 +1,36 @@
-"""A recipe's defaults < the environment < a YAML file < the command line.
+"""A recipe's defaults < variables of the environment < YAML files < the command line.
 
 A key in a YAML file is the flag of the same name, and its value passes through the same parser. So
 both have the same names, the same conversions and the same errors.
 """
 
+import argparse
 import contextlib
-import copy
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 from llmtrain.config import yaml_file
-from llmtrain.config.flag_parser import FlagParser, refuse
-from llmtrain.config.flag_syntax import Flag
-from llmtrain.config.flags import Config, configs_of, flags_of
-from llmtrain.config.help import help_text
-from llmtrain.config.section_checks import check_sections
+from llmtrain.config.flags import COMMAND_LINE, Config, configs_of, flags_of
+from llmtrain.config.parser import Parser
 from llmtrain.console import in_notebook, rank
 from llmtrain.errors import UserError
 
-COMMAND_LINE = "command line"  # the origin of a flag that is not from a file
 _CONFIG_VARIABLE = "LLMTRAIN_CONFIG"  # names a YAML file of flags, in the environment
+_OPTIONS = ("help", "help_all", "config", "print_config")  # flags that are no settings
 S = TypeVar("S")
 
 
 def parse(defaults: S, argv: list[str] | None = None, description: str | None = None) -> S:
     """Parse the command line into a copy of ``defaults``.
 
-    ``--config FILE.yaml`` reads flags from a file. Flags on the command line take precedence. Below
-    both are the environment: the variables of single flags, and LLMTRAIN_CONFIG, which names
-    another file. Each config of the result records in ``origins`` where its values come from.
+    ``--config A.yaml B.yaml`` reads flags from files; later files take precedence. LLMTRAIN_CONFIG
+    names a file that is read before them. Flags on the command line take precedence over files, and
+    files over the variables of single flags, such as LLMTRAIN_REPORT_TO. Each config of the result
+    records in ``origins`` where its values come from.
 
     ``--print_config`` prints the result as such a file, and exits.
 
@@ -43,148 +42,97 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
 
     Raises:
         UserError: if a value is wrong, or if flags or keys are unknown or abbreviated. The message
-            then names a replacement for each, or the nearest name. Mistakes in a section of the
-            recipe are errors, too.
+            then names a replacement for each, or the nearest name.
     """
     if argv is None:
         # In a notebook, the words of this process are those of its kernel.
         argv = [] if in_notebook() else sys.argv[1:]
-    check_sections(defaults)
     configs = configs_of(defaults)
-    parser = FlagParser(configs)
+    parser = recipe_parser(configs, description)
+    namespace, unknown = parser.parse_known_args(argv)
+    given = vars(namespace)
+    options = {name: given.pop(name, None) for name in _OPTIONS}
+    if options["help_all"]:
+        parser = recipe_parser(configs, description, show_hidden=True)
+    if options["help"] or options["help_all"]:
+        _print_and_exit(parser.format_help())
+    if unknown:
+        parser.refuse_unknown(unknown)
 
-    values, problems = parser.parse(argv)
-    show_all = values.pop("help_all", False)
-    if values.pop("help", False) or show_all:
-        _print_and_exit(help_text(parser, description, show_hidden=show_all))
-    path = values.pop("config", None)
-    should_print = values.pop("print_config", False)
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    sources = [*_below_command_line(parser, options["config"]), (COMMAND_LINE, given)]
+    for origin, values_of_source in sources:
+        values |= values_of_source
+        origins |= dict.fromkeys(values_of_source, origin)
 
-    # From the highest precedence to the lowest: a source adds only flags that are not set yet.
-    given = {name: _Given(value, COMMAND_LINE) for name, value in values.items()}
-    sources = _read_environment(parser)
-    if path is not None:
-        sources.insert(0, _read_file(parser, path, f"--config {path}", origin=path))
-    for set_by_source, source_problems in sources:
-        given = set_by_source | given
-        problems += source_problems
-    if problems:
-        refuse(problems)
-
-    parsed = {part: _with_flags(config, given) for part, config in configs.items()}
-    settings = dataclasses.replace(defaults, **parsed)  # type: ignore[type-var]
-    if should_print:
-        _print_and_exit(_config_text(parser, parsed))
-    return settings
+    parsed = {part: config.with_given(values, origins) for part, config in configs.items()}
+    owners = {name: config for config in parsed.values() for name in flags_of(config)}
+    if options["print_config"]:
+        _print_and_exit(yaml_file.text_of_settings(parser.sections, owners))
+    return dataclasses.replace(defaults, **parsed)  # type: ignore[type-var]
 
 
-class _Given(NamedTuple):
-    """A value that the user has set, and where it is from, as in :class:`Config`."""
-
-    value: Any
-    origin: str
-
-
-def _read_file(
-    parser: FlagParser, path: str, named_by: str, origin: str
-) -> tuple[dict[str, _Given], list[str]]:
-    """Return the settings of a YAML file, and its mistakes.
+def recipe_parser(
+    configs: Mapping[str, Config], description: str | None = None, *, show_hidden: bool = False
+) -> Parser:
+    """Return the parser of a recipe.
 
     Args:
-        parser: the parser of the flags.
-        path: the path of the file.
-        named_by: what names the file, such as ``--config my.yaml``, for errors.
-        origin: the origin of its settings.
+        configs: the sections of its settings.
+        description: the text at the top of ``--help``.
+        show_hidden: whether ``--help`` shows all flags.
     """
-    content = yaml_file.read(path, parser.keys, named_by)
-    values, value_problems = parser.parse_flags(content.flags)
-    problems = content.problems + value_problems
-    if content.unknown:
-        problems.append(parser.describe_unknown("key", content.unknown))
-    if problems:
-        problems[0] = f"{path}: {problems[0]}"
-    return {name: _Given(value, origin) for name, value in values.items()}, problems
+    parser = Parser(
+        program="recipes",
+        usage=f"{Path(sys.argv[0]).name} [--config FILE ...] [flags]",
+        description=description,
+        add_help=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="show this help message and exit")
+    parser.add_argument(
+        "--help_all",
+        action="store_true",
+        help="show this help with further flags, which are rarely needed",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        nargs="+",
+        action="extend",
+        help="YAML files with flags; later files take precedence, and flags on the command line "
+        "over all of them; LLMTRAIN_CONFIG in the environment names a file to read first",
+    )
+    parser.add_argument(
+        "--print_config",
+        action="store_true",
+        help="print every setting as YAML, which --config can read, and stop",
+    )
+    parser.add_flags(configs.values(), show_hidden=show_hidden)
+    return parser
 
 
-def _read_environment(parser: FlagParser) -> list[tuple[dict[str, _Given], list[str]]]:
-    """Return the settings of the environment, and their mistakes. The first takes precedence."""
-    sources = []
-    for flag in parser.flags:
-        words = os.environ.get(flag.variable or "", "").replace(",", " ").split()
-        if flag.variable and words:
-            values, problems = parser.parse_flags([(f"--{flag.name}", words)])
-            given = {name: _Given(value, flag.variable) for name, value in values.items()}
-            sources.append((given, problems))
+def _below_command_line(
+    parser: Parser, paths: list[str] | None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the values from elsewhere with their origin; later ones take precedence."""
+    for flag in parser.flags.values():
+        variable = flag.metadata["variable"]
+        words = os.environ.get(variable or "", "").replace(",", " ").split()
+        if words:
+            yield variable, parser.values_of({flag.name: words})
 
-    path = os.environ.get(_CONFIG_VARIABLE)
-    if path:
-        named_by = f"{_CONFIG_VARIABLE}={path}"
-        sources.append(_read_file(parser, path, named_by, origin=named_by))
-    return sources
-
-
-def _with_flags(default: Config, given: Mapping[str, _Given]) -> Config:
-    """Return a copy of a config with its share of the user's settings.
-
-    Args:
-        default: the config of the recipe.
-        given: the user's settings, also for other configs. If not all of it is from the command
-            line, an error says where a value is from.
-
-    Raises:
-        UserError: if a value is out of range.
-    """
-    own = {name: given[name] for name in flags_of(default) if name in given}
-    origins = {name: entry.origin for name, entry in own.items()}
-    values = {name: entry.value for name, entry in own.items()}
-    try:
-        copied = copy.deepcopy(default)
-        config = dataclasses.replace(copied, **values)  # type: ignore[type-var]
-        config.origins = {**default.origins, **origins}
-        config.check_given()
-    except UserError as error:
-        has_sources = any(entry.origin != COMMAND_LINE for entry in given.values())
-        source = _source_of_error(str(error), origins) if has_sources else ""
-        raise UserError(f"{error}{source}") from None
-    return config
-
-
-def _source_of_error(message: str, origins: Mapping[str, str]) -> str:
-    """Return where the flag that a message names was set, such as `` (my.yaml)``."""
-    for name, origin in origins.items():
-        if f"--{name} " in message:
-            return f" ({origin})"
-    return ""
-
-
-def _config_text(parser: FlagParser, configs: Mapping[str, Config]) -> str:
-    """Return settings as a file for ``--config``."""
-    owners: dict[str, Config] = {}
-    for config in configs.values():
-        owners.update(dict.fromkeys(flags_of(config), config))
-
-    groups = {}
-    for title, flags in parser.settings.items():
-        groups[title] = [
-            yaml_file.Entry(
-                name=flag.name,
-                value=_value_in_file(flag, getattr(owners[flag.name], flag.name)),
-                help=_help_with_choices(flag),
-                is_set=owners[flag.name].is_set(flag.name),
-            )
-            for flag in flags
-        ]
-    return yaml_file.text_of(groups)
-
-
-def _value_in_file(flag: Flag, value: Any) -> Any:
-    """Return the value of a setting as a YAML file has it."""
-    return "auto" if value is None and flag.takes_auto else value
-
-
-def _help_with_choices(flag: Flag) -> str:
-    """Return the help of a flag, with the words that it takes if they are few."""
-    return f"{flag.help} (one of {', '.join(flag.choices)})" if flag.choices else flag.help
+    files = [(path, path) for path in paths or []]
+    path_of_platform = os.environ.get(_CONFIG_VARIABLE)
+    if path_of_platform:
+        files.insert(0, (f"{_CONFIG_VARIABLE}={path_of_platform}", path_of_platform))
+    for origin, path in files:
+        try:
+            values = parser.values_of(yaml_file.read(path))
+        except UserError as error:
+            raise UserError(f"{origin}: {error}") from None
+        yield origin, values
 
 
 def _print_and_exit(text: str) -> NoReturn:

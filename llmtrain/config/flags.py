@@ -7,25 +7,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
-from llmtrain.config.flag_syntax import Flag
+from llmtrain.config.parser import Parser
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.json_types import JsonObject
 from llmtrain.redaction import redacted
 
-# The parts of a run that a flag may affect; `flag` explains them.
-EFFECTS = (
-    "seed",
-    "data",
-    "model",
-    "pass",
-    "gradient",
-    "update",
-    "layout",
-    "nowhere",
-    "any",
-)
-_PACKAGE = __name__.partition(".")[0]
+COMMAND_LINE = "command line"  # the origin of a flag that is not from a file
+_PACKAGE = "llmtrain."  # the beginning of the names of its modules
 
 
 class Config:
@@ -72,15 +61,43 @@ class Config:
         Raises:
             UserError: if a value is wrong, as on the command line.
         """
-        fields = flags_of(self)
+        parser = Parser(program="recipes")
+        parser.add_flags([self])
+        words_by_name = {}
         for name, value in values.items():
-            if name not in fields:
+            if name not in flags_of(self):
                 raise AttributeError(f"{type(self).__name__} has no flag {name}")
-            values[name] = Flag.of(self, fields[name]).given(value)
-        changed = dataclasses.replace(self, **values)  # type: ignore[type-var]  # a dataclass
-        changed.origins = {**self.origins, **dict.fromkeys(values, "program")}
-        changed.check_given()
+            if value is not None or not parser.flags[name].is_optional:
+                items = value if isinstance(value, list | tuple) else [value]
+                words_by_name[name] = [str(item) for item in items]
+        values |= parser.values_of(words_by_name)
+        changed = self.with_given(values, dict.fromkeys(values, "program"))
         vars(self).update(vars(changed))
+
+    def with_given(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> Self:
+        """Return a copy with its share of the values that somebody has set.
+
+        Args:
+            values: the values by the names of their flags.
+            origins: where each value is from, as in ``origins`` above.
+
+        Raises:
+            UserError: if a value is out of range, or contradicts another one.
+        """
+        config = copy.deepcopy(self)
+        own = {name: values[name] for name in flags_of(self) if name in values}
+        if not own:
+            return config
+        try:
+            config = dataclasses.replace(config, **own)  # type: ignore[type-var]  # a dataclass
+            config.origins = {**self.origins, **{name: origins[name] for name in own}}
+            config.check_given()
+        except UserError as error:
+            for name in own:
+                if f"--{name} " in str(error) and origins[name] not in (COMMAND_LINE, "program"):
+                    raise UserError(f"{error} ({origins[name]})") from None
+            raise
+        return config
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
         """Return a copy with those of some values whose names are flags of this section."""
@@ -219,7 +236,7 @@ def flags_of(config: Config | type[Config]) -> dict[str, dataclasses.Field[Any]]
 
 
 def effects_of(config: Config, name: str) -> list[str]:
-    """Return which parts of a run a flag affects, as words of :data:`EFFECTS`."""
+    """Return which parts of a run a flag affects, as words that :func:`flag` lists."""
     words: str = flags_of(config)[name].metadata["affects"] or config.affects
     return words.split()
 
@@ -256,17 +273,10 @@ def settings_fingerprint(settings: Any) -> JsonObject:
     """
     values = {}
     for config in configs_of(settings).values():
+        classes = [cls for cls in type(config).__mro__ if cls.__module__.startswith(_PACKAGE)]
         for name in flags_of(config):
             changes_run = not {"layout", "nowhere"}.issuperset(effects_of(config, name))
-            if changes_run and not _is_of_package(config, name):
+            is_own = not any(name in inspect.get_annotations(cls) for cls in classes)
+            if changes_run and is_own:
                 values[name] = redacted(getattr(config, name), name)
     return values
-
-
-def _is_of_package(config: Config, name: str) -> bool:
-    """Return whether a class of this package has a flag, and the recipe has at most changed it."""
-    for cls in type(config).__mro__:
-        is_section = issubclass(cls, Config) and dataclasses.is_dataclass(cls)
-        if is_section and cls.__module__.startswith(f"{_PACKAGE}.") and name in flags_of(cls):
-            return True
-    return False

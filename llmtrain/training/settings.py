@@ -5,8 +5,8 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
-from llmtrain.config.command_line import COMMAND_LINE
 from llmtrain.config.flags import (
+    COMMAND_LINE,
     Config,
     flag,
     require_above,

@@ -217,7 +217,6 @@ def test_a_resumed_and_an_extended_run_have_the_rows_of_each_step(
         ("rows {gpt} --checkpoint step-5", "checkpoints/step-5"),
         ("rows {tmp}", "{tmp}"),
         ("rows recipes/gpt.py --step 7 --max_steps 6 --dataset {text} --tokenizer byte", "1 to 6"),
-        ("replay {gpt} --step 1", "use llmtrain rows RUN --step N"),
     ],
 )
 def test_a_mistake_is_an_error_of_one_line(

@@ -13,7 +13,7 @@ from llmtrain.console import duration_text, labelled, pluralize, rate_text, size
 from llmtrain.devices import USUAL_MFU
 from llmtrain.files import json_text
 from llmtrain.json_types import JsonObject
-from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
+from llmtrain.recipe_arguments import add_recipe_arguments, check_recipe
 
 if TYPE_CHECKING:
     from llmtrain.lab.plan.fit import Fit
@@ -71,10 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    # All words after the recipe are in `arguments.flags` at first. This moves the options of this
-    # command, such as --processes, from there to attributes of `arguments`. --json is among them:
-    # `llmtrain.cli` adds it to every command.
-    separate_recipe_flags(arguments)
+    check_recipe(arguments.recipe)
     from llmtrain.lab.plan.fit import find_fit
     from llmtrain.lab.plan.hardware import PlanRequest
     from llmtrain.lab.plan.layouts import make_plan

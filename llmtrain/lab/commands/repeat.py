@@ -24,7 +24,7 @@ from llmtrain.launching.children import (
     run_command,
     run_to_end,
 )
-from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
+from llmtrain.recipe_arguments import add_recipe_arguments, check_recipe
 from llmtrain.record.history import History, candidate_folders, is_free, is_run
 from llmtrain.redaction import redacted
 
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    separate_recipe_flags(arguments)
+    check_recipe(arguments.recipe)
     if arguments.count < 1:
         raise UserError(f"{arguments.count} seeds: run at least one.")
     processes = process_count(arguments.processes, arguments.config_file, default=1)

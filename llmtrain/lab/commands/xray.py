@@ -19,7 +19,7 @@ from llmtrain.launching.children import (
     run_command,
     short_run_flags,
 )
-from llmtrain.recipe_arguments import add_recipe_arguments, separate_recipe_flags
+from llmtrain.recipe_arguments import add_recipe_arguments, check_recipe
 from llmtrain.record.history import candidate_folders, is_free
 
 EXAMPLES = (
@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--output_dir",
-        "--output-dir",
         default="runs/xray",
         metavar="DIR",
         help="the folder of the run that the recipe makes (default: %(default)s)",
@@ -61,8 +60,9 @@ def run(arguments: argparse.Namespace) -> None:
     from llmtrain.lab.xray.timeline import as_html, as_lines, summary
 
     is_run_folder = Path(arguments.recipe).is_dir()
-    separate_recipe_flags(arguments, is_recipe=not is_run_folder)
-    if is_run_folder and arguments.flags:
+    if not is_run_folder:
+        check_recipe(arguments.recipe)
+    elif arguments.flags:
         raise UserError(
             f"{arguments.flags[0]} is for a recipe, and {arguments.recipe} is a folder."
         )

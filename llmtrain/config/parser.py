@@ -1,0 +1,217 @@
+"""The parser of recipes and commands: argparse, with errors of one line."""
+
+import argparse
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from llmtrain.config.unknown_names import Program, did_you_mean, hint_for, hints
+from llmtrain.errors import UserError
+
+_BOOLEANS = {
+    **dict.fromkeys(("true", "yes", "on", "t", "y", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "f", "n", "0"), False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A flag of a recipe, which follows from a field of a config.
+
+    Attributes:
+        name: the name, without dashes.
+        kind: the type of its value, or of each value if it takes a list. ``bool`` needs no value.
+        is_optional: whether its value may be ``None``. A switch then takes ``auto``.
+        choices: the words that it takes; empty if it takes others.
+        default: the default in this recipe.
+        metadata: the arguments of :func:`llmtrain.flag`.
+    """
+
+    name: str
+    kind: type
+    takes_list: bool
+    is_optional: bool
+    choices: tuple[str, ...]
+    default: Any
+    metadata: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, config: Any, field: "dataclasses.Field[Any]") -> "Flag":
+        """Return the flag of a field of a :class:`~llmtrain.config.flags.Config`."""
+        kind: Any = field.type
+        if isinstance(kind, str):
+            # The module of a recipe may be gone (:mod:`llmtrain.training.recipe_model`), so names
+            # are looked up as the `__init__` of the dataclass does.
+            kind = get_type_hints(type(config).__init__)[field.name]
+        options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        kind = next(option for option in options if option is not NoneType)
+        takes_list = get_origin(kind) is list
+        if takes_list:
+            [kind] = get_args(kind)
+        has_words = get_origin(kind) is Literal
+        return cls(
+            name=field.name,
+            kind=str if has_words else kind,
+            takes_list=takes_list,
+            is_optional=NoneType in options,
+            choices=get_args(kind) if has_words else config.choices(field.name),
+            default=getattr(config, field.name),
+            metadata=field.metadata,
+        )
+
+    @property
+    def default_text(self) -> str:
+        """The default as the user would write it; empty if there is none."""
+        has_none = self.default is None or self.default is False or self.default == []
+        return "" if has_none else text_of(self.default)
+
+    @property
+    def metavar(self) -> str:
+        """The name of its value, such as ``N``, or the words that it takes."""
+        if self.choices:
+            return "{" + ",".join(self.choices) + "}"
+        letters = {int: "N", float: "X", bool: "BOOL"} if self.metadata["parse"] is None else {}
+        last_word = self.name.rpartition("_")[2].upper()
+        return self.metadata["metavar"] or letters.get(self.kind, last_word)
+
+    def add_to(self, group: Any, *, show_hidden: bool) -> None:
+        """Add it to a group of a parser."""
+        default = f" (default: {self.default_text})" if self.default_text else ""
+        text = f"{self.metadata['help']}{default}".replace("%", "%%")
+        is_shown = show_hidden or not self.metadata["hidden"]
+        nargs = "?" if self.kind is bool else None
+        group.add_argument(
+            *[f"--{name}" for name in (self.name, self.metadata["alias"]) if name],
+            dest=self.name,
+            type=self.convert,
+            nargs="+" if self.takes_list else nargs,
+            const=True if self.kind is bool else None,
+            metavar=self.metavar,
+            help=text if is_shown else argparse.SUPPRESS,
+        )
+        if self.kind is bool:
+            negation = f"--no_{self.name}"
+            group.add_argument(
+                negation, dest=self.name, action="store_false", help=argparse.SUPPRESS
+            )
+
+    def convert(self, word: str) -> Any:
+        """Return the value that a word stands for.
+
+        Raises:
+            UserError: if it stands for none.
+        """
+        if self.kind is bool and self.is_optional and word.lower() == "auto":
+            return None
+        convert = self.metadata["parse"] or (_boolean if self.kind is bool else self.kind)
+        try:
+            if not self.choices or word in self.choices:
+                return convert(word)
+            problem = f"invalid choice: '{word}' (choose from {', '.join(self.choices)})"
+        except (ValueError, UserError) as error:
+            is_type = convert is self.kind
+            problem = f"invalid {convert.__name__} value: '{word}'" if is_type else str(error)
+        hint = hints("recipes").get(f"{self.name}={word.lower()}")
+        raise UserError(f"--{self.name}: {problem}" + (f": {hint}." if hint else ""))
+
+
+def _boolean(word: str) -> bool:
+    if word.lower() not in _BOOLEANS:
+        raise ValueError(f"'{word}' is not a value of this switch: use true or false")
+    return _BOOLEANS[word.lower()]
+
+
+def text_of(value: Any) -> str:
+    """Return the value of a flag as the user would write it."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are :class:`UserError`.
+
+    ``--max-steps`` is the same flag as ``--max_steps``. An abbreviation is an unknown flag.
+
+    Attributes:
+        program: whether it is for a recipe or for a command of ``llmtrain``.
+        flags: the flags of a recipe by their names and aliases.
+        sections: the flags of a recipe by their title in ``--help``.
+    """
+
+    def __init__(self, program: Program = "commands", **options: Any) -> None:
+        layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=38)
+        super().__init__(allow_abbrev=False, formatter_class=layout, **options)
+        self.program = program
+        self.flags: dict[str, Flag] = {}
+        self.sections: dict[str, list[Flag]] = {}
+
+    def add_flags(self, configs: Iterable[Any], *, show_hidden: bool = False) -> None:
+        """Add the flags of a recipe.
+
+        Args:
+            configs: the sections of its settings, each a :class:`~llmtrain.config.flags.Config`.
+            show_hidden: whether ``--help`` shows all of them.
+        """
+        for config in configs:
+            self.sections.setdefault(config.group, [])  # before the titles of single flags
+            for field in dataclasses.fields(config):
+                flag = Flag.of(config, field)
+                self.sections.setdefault(field.metadata["group"] or config.group, []).append(flag)
+                self.flags |= {flag.name: flag, field.metadata["alias"] or flag.name: flag}
+
+        for title, flags in self.sections.items():
+            group = self.add_argument_group(title)
+            for flag in flags:
+                flag.add_to(group, show_hidden=show_hidden)
+
+    def values_of(self, words_by_name: Mapping[str, list[str]]) -> dict[str, Any]:
+        """Return the values of a recipe's flags, for the words that would follow them.
+
+        Args:
+            words_by_name: the words of each flag, by its name without dashes.
+
+        Raises:
+            UserError: if a name is unknown, or if a value is wrong.
+        """
+        unknown = [f"--{name}" for name in words_by_name if name not in self.flags]
+        if unknown:
+            self.refuse_unknown(unknown)
+
+        values = {}
+        for name, words in words_by_name.items():
+            flag = self.flags[name]
+            if len(words) != 1 and not flag.takes_list:
+                raise UserError(f"--{name} takes a single value, not a list.")
+            converted = [flag.convert(word) for word in words]
+            values[flag.name] = converted if flag.takes_list else converted[0]
+        return values
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = []
+        for word in sys.argv[1:] if args is None else args:
+            name = re.match(r"--[^\W\d][\w-]*(?==|\Z)", word)
+            end = name.end() if name else 0
+            words.append(word[:2] + word[2:end].replace("-", "_") + word[max(end, 2) :])
+        return super().parse_known_args(words, namespace)
+
+    def refuse_unknown(self, words: list[str]) -> NoReturn:
+        """Raise :class:`UserError` for the words of a command line that no flag has taken."""
+        if not words[0].startswith("-"):
+            self.error(f"'{words[0]}' is neither a flag nor the value of one")
+
+        unknown = [word.partition("=")[0] for word in words if word.startswith("-")]
+        known = [option for option in self._option_string_actions if option not in unknown]
+        described = []
+        for flag in dict.fromkeys(unknown):
+            hint = hint_for(flag, known, self.program)
+            described.append(flag + (f": {hint}" if hint else did_you_mean(flag, known)))
+        self.error(f"unknown {'flags' if len(described) > 1 else 'flag'} {'; '.join(described)}")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise :class:`UserError` with a message that names the help."""
+        end = "" if message.endswith("?") else ";"
+        where = "--help lists the flags" if self.program == "recipes" else f"see {self.prog} --help"
+        raise UserError(f"{message.removeprefix('argument ')}{end} {where}.")
