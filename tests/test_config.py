@@ -338,6 +338,41 @@ def test_a_value_out_of_range_is_an_error_that_names_its_flag(
         parsed(config, f"--{name}={value}")
 
 
+# --- placeholders
+
+
+def test_a_placeholder_in_the_name_of_a_run_is_the_value_of_that_flag(tmp_path: Path) -> None:
+    path = tmp_path / "team.yaml"
+    path.write_text("output_dir: runs/{optim}-{learning_rate}-{{x}}\nmodel_name_or_path: a/b c\n")
+    sections = settings_of(RunConfig(), OptimConfig(), ModelConfig(), EvalConfig())
+    flags = (
+        f"--config {path} --learning_rate 1e-2 --optim muon --sample_prompts a b "
+        "--run_name {model_name_or_path},{eval_steps},{sample_prompts} --eval_steps 5"
+    )
+
+    config = parse(sections, shlex.split(flags)).section0
+
+    assert config.output_dir == "runs/muon-0.01-{x}"
+    assert config.run_name == "a-b-c,5,a-b"
+    assert config.origins["output_dir"] == str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        (
+            "{learning_rat}",
+            "runs/{learning_rat}: no flag is called 'learning_rat' - did you mean learning_rate?",
+        ),
+        ("{}", "runs/{}: no flag is called ''; write {{ and }}"),
+        ("{learning_rate}", "runs/{learning_rate}: set --learning_rate, too"),
+    ],
+)
+def test_a_placeholder_that_has_no_value_is_an_error(name: str, named: str) -> None:
+    with pytest.raises(UserError, match=re.escape(named)):
+        parse(settings_of(RunConfig(), OptimConfig()), ["--output_dir", f"runs/{name}"])
+
+
 # --- help
 
 

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,12 +16,14 @@ from typing import Any, NoReturn, TypeVar
 
 from llmtrain.config import yaml_file
 from llmtrain.config.flags import COMMAND_LINE, Config, configs_of, flags_of
-from llmtrain.config.parser import Parser
+from llmtrain.config.parser import Parser, text_of
+from llmtrain.config.unknown_names import did_you_mean
 from llmtrain.console import in_notebook, rank
 from llmtrain.errors import UserError
 
 _CONFIG_VARIABLE = "LLMTRAIN_CONFIG"  # names a YAML file of flags, in the environment
 _OPTIONS = ("help", "help_all", "config", "print_config")  # flags that are no settings
+_FLAGS_WITH_PLACEHOLDERS = ("output_dir", "run_name")
 S = TypeVar("S")
 
 
@@ -68,6 +71,9 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
 
     parsed = {part: config.with_given(values, origins) for part, config in configs.items()}
     owners = {name: config for config in parsed.values() for name in flags_of(config)}
+    for name in _FLAGS_WITH_PLACEHOLDERS:
+        if name in owners and owners[name].is_set(name):
+            setattr(owners[name], name, _filled(getattr(owners[name], name), owners))
     if options["print_config"]:
         _print_and_exit(yaml_file.text_of_settings(parser.sections, owners))
     return dataclasses.replace(defaults, **parsed)  # type: ignore[type-var]
@@ -133,6 +139,35 @@ def _below_command_line(
         except UserError as error:
             raise UserError(f"{origin}: {error}") from None
         yield origin, values
+
+
+def _filled(template: str, owners: Mapping[str, Config]) -> str:
+    """Return the name of a run with the values of flags in place of ``{learning_rate}``.
+
+    What is no part of a name, such as ``/``, becomes a dash.
+
+    Args:
+        template: the name with placeholders, and ``{{`` for a brace.
+        owners: the section of each flag by its name.
+
+    Raises:
+        UserError: if a placeholder is no flag, or a flag that nobody has set.
+    """
+
+    def value_of(placeholder: re.Match[str]) -> str:
+        name = placeholder[1]
+        if name is None:
+            return placeholder[0][0]
+        if name not in owners:
+            suggestion = did_you_mean(name, owners) or "; write {{ and }} for braces."
+            raise UserError(f"{template}: no flag is called '{name}'{suggestion}")
+        if not owners[name].is_set(name):
+            # A recipe may still choose another default, for a pretrained model or short data.
+            raise UserError(f"{template}: set --{name}, too; its default may change.")
+        value = getattr(owners[name], name)
+        return re.sub(r"[^\w.,+=-]+", "-", "auto" if value is None else text_of(value))
+
+    return re.sub(r"{{|}}|{([^{}]*)}", value_of, template)
 
 
 def _print_and_exit(text: str) -> NoReturn:

@@ -321,11 +321,12 @@ class RunConfig(Config):
     output_dir: str = flag(
         "runs/run",
         "folder for the run's metrics, checkpoints and finished model; if another run has it, a "
-        "number is appended (run-2)",
+        "number is appended (run-2); {NAME} is the value of the flag --NAME",
     )
     run_name: str | None = flag(
         None,
-        "name of the run in trackers (default: the name of the run folder)",
+        "name of the run in trackers, with placeholders as in --output_dir (default: the name of "
+        "the run folder)",
         hidden=True,
         group="evaluation and logging",
     )
