@@ -58,11 +58,8 @@ _TIMEOUT = 900  # seconds of a run
 
 def train(machines: list[str], folder: Path) -> list[dict[str, Any]]:
     """Run the recipe on one process of each machine, and return its log entries of steps."""
-    env = environment(
-        threads=1,
-        GLOO_SOCKET_IFNAME=INTERFACE,
-        LLMTRAIN_CACHE=str(folder.parent / "cache"),
-    )
+    env = environment(GLOO_SOCKET_IFNAME=INTERFACE, LLMTRAIN_CACHE=str(folder.parent / "cache"))
+    run_flags = flags(output_dir=folder, threads=1)
     launches: list[subprocess.Popen[bytes]] = []
     try:
         for machine_rank, machine in enumerate(machines):
@@ -71,7 +68,7 @@ def train(machines: list[str], folder: Path) -> list[dict[str, Any]]:
                 machine_rank=machine_rank,
                 main_process_ip=ADDRESS[machines[0]],
             )
-            command = [*launch, GPT_RECIPE, *RECIPE_FLAGS, *flags(output_dir=folder)]
+            command = [*launch, GPT_RECIPE, *RECIPE_FLAGS, *run_flags]
             launches.append(
                 subprocess.Popen(
                     on_machine(machine, command),

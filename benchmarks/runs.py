@@ -171,10 +171,9 @@ def recipe_speed(
         processes: how many processes; ``None`` for the number in the config.
     """
     launch = launcher(config, num_processes=processes)
-    precision_flags = flags(mixed_precision=precision)
+    speed_flags = flags(mixed_precision=precision, threads=threads)
     run(
-        [*launch, recipe, *recipe_flags, *precision_flags, *new_run_flags(folder)],
-        threads,
+        [*launch, recipe, *recipe_flags, *speed_flags, *new_run_flags(folder)],
         LLMTRAIN_CACHE=str(folder.parent / "cache"),
     )
     return median_metric(folder, "train/tokens_per_second")

@@ -37,7 +37,7 @@ WRITE_DOCS = bool(os.environ.get("LLMTRAIN_WRITE_DOCS"))
 # Six steps that log each loss and evaluate once, for a model of any kind.
 SIX_STEPS = shlex.split(
     "--global_batch_size 8 --per_device_train_batch_size 2 --warmup_steps 2 "
-    "--max_steps 6 --logging_steps 1 --eval_steps 100 --report_to none"
+    "--max_steps 6 --logging_steps 1 --eval_steps 100 --threads 1 --report_to none"
 )
 
 # Flags of recipes/gpt.py.

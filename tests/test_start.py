@@ -139,29 +139,23 @@ def test_a_second_run_of_a_process_may_have_another_precision(
 # --- threads
 
 
-@pytest.fixture
-def four_processes_on_eight_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
+@pytest.mark.parametrize(
+    ("requested", "bitwise", "threads"),
+    [(None, False, 2), (None, True, 1), (5, False, 5), (5, True, 5)],
+)
+def test_processes_share_the_cores_of_a_machine_unless_a_flag_says_otherwise(
+    requested: int | None, bitwise: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # by a launcher, if the user sets nothing
-    marker = "LLMTRAIN_SHARED_THREADS_OF_A_TEST"
-    monkeypatch.setattr(start, "_SHARED_THREADS", marker)
-    monkeypatch.setenv(marker, "")  # recorded, so that it is removed after the test
-    monkeypatch.delenv(marker)
-    yield
-    torch.set_num_threads(threads)
+    # As torchrun sets them, if the user sets nothing.
+    set_variables(monkeypatch, LOCAL_WORLD_SIZE=4, OMP_NUM_THREADS=1)
 
-
-@pytest.mark.usefixtures("four_processes_on_eight_cores")
-def test_processes_share_the_cores_of_a_machine_unless_the_user_set_a_number() -> None:
-    assert start._share_threads(None) == 2
-    for bitwise, threads in ((True, 1), (False, 2)):
-        written_by_last_run = int(os.environ["OMP_NUM_THREADS"])
-        assert start._share_threads(written_by_last_run, bitwise) == threads
-
-    assert start._share_threads(5) == 5
-    assert torch.get_num_threads() == 5
+    before = torch.get_num_threads()
+    try:
+        assert start._set_threads(requested, bitwise) == threads
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 # --- processes
@@ -178,7 +172,6 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def check_with(processes: int | None = None, behind_wrapper: bool = False, **variables: object):
         launched = Launched(
             by_launcher=not behind_wrapper,
-            threads=None,
             on_cpu=False,
             processes=processes,
         )

@@ -136,6 +136,7 @@ def _settings(folder: Path, options: ShortRun) -> GPTSettings:
         ),
         parallel=lt.ParallelConfig(
             bitwise=options.bitwise,
+            threads=1,
             mixed_precision="no" if options.in_float32 else "auto",
             torch_compile="always" if options.compiled else "never",
         ),

@@ -35,9 +35,8 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
     collective fails. In that minute the heartbeat reports which process is missing.
 
     Args:
-        parallel: the precision, and how ranks exchange gradients. With ``--bitwise`` each CPU
-            process uses one thread unless the user set a number, because sums over more threads
-            round differently.
+        parallel: the flags of a run. Without them, all have their defaults, and the threads stay as
+            they are.
 
     Raises:
         UserError: if the processes were not started as the user asked or have made a run already,
@@ -48,7 +47,8 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
         # This process may have made an earlier run. Its state is no longer needed.
         forget_accelerator()
 
-    parallel = parallel or ParallelConfig()
+    if parallel is None:
+        parallel = ParallelConfig(threads=torch.get_num_threads())
     bitwise = parallel.bitwise
     check_launch()
     launched = launched_by()
@@ -58,7 +58,7 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
     timeout = timedelta(seconds=parallel.ddp_timeout + 60)
 
     _set_arithmetic(on_gpu=not cpu, bitwise=bitwise)
-    threads = _share_threads(launched.threads, bitwise) if cpu else torch.get_num_threads()
+    threads = _set_threads(parallel.threads, bitwise)
     has_malloc_options = any(name.startswith("MALLOC_") for name in os.environ)
     if cpu and not has_malloc_options:
         _keep_freed_memory()
@@ -226,34 +226,21 @@ def cpu_has_bfloat16() -> bool:
     return is_supported is not None and bool(is_supported())
 
 
-# A run writes its number of threads to this variable if the user set none. A later run of the same
-# process then does not mistake OMP_NUM_THREADS for the user's number.
-_SHARED_THREADS = "LLMTRAIN_SHARED_THREADS"
+def _set_threads(requested: int | None, bitwise: bool) -> int:
+    """Set the number of threads of this process, and return it.
 
+    Without ``--threads``, the processes of this machine share its cores, or each has one thread if
+    the run is ``bitwise``, because sums over more threads round differently. The launcher's
+    OMP_NUM_THREADS does not count: it is 1 if the user has set none.
 
-def _share_threads(users_number: int | None, bitwise: bool = False) -> int:
-    """Set the number of threads of a CPU process, and return it.
-
-    It is the user's number. If the user set none, the processes of this machine share its cores, or
-    each has one thread if the run is ``bitwise``. Sums over more threads round differently, so the
-    number is always set, and recorded.
+    Args:
+        requested: the value of ``--threads``.
+        bitwise: whether the run has ``--bitwise``.
     """
-    if str(users_number) == os.environ.get(_SHARED_THREADS):
-        users_number = None  # written by an earlier run of this process
-
-    if users_number:
-        threads = users_number
-    elif bitwise:
-        threads = 1
-    else:
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        threads = max(1, cpu_cores() // processes)
-
-    torch.set_num_threads(threads)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    if not users_number:
-        os.environ[_SHARED_THREADS] = str(threads)
-    return threads
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    shared = 1 if bitwise else max(1, cpu_cores() // processes)
+    torch.set_num_threads(requested or shared)
+    return torch.get_num_threads()
 
 
 # Options of mallopt, from malloc.h of the GNU C library.

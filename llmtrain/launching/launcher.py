@@ -27,14 +27,12 @@ class Launched:
 
     Attributes:
         by_launcher: whether the parent process is ``accelerate launch`` or ``torchrun``.
-        threads: the number of threads of a CPU process, if the user set it.
         on_cpu: whether the user chose the CPU, even if there is a GPU.
         processes: the number of processes that ``accelerate launch`` was asked for, if the user set
             it. A run has as many as the launcher started, which may be fewer.
     """
 
     by_launcher: bool
-    threads: int | None
     on_cpu: bool
     processes: int | None
 
@@ -42,9 +40,9 @@ class Launched:
 def launched_by() -> Launched:
     """Return whether the parent is a launcher, and which settings the user chose.
 
-    ``accelerate launch`` always exports a number of threads (1), also if the user set none. Only
-    its command line, its config file and the environment that it was started in tell them apart. A
-    flag takes precedence over the config file, and that over the environment.
+    ``accelerate launch`` does not export all of them. Its command line, its config file and the
+    environment that it was started in have them. A flag takes precedence over the config file, and
+    that over the environment.
 
     If the parent is no launcher, as behind a wrapper script, the variables of this process count.
     """
@@ -92,14 +90,11 @@ def _settings(
         configured: str | int | bool | None = config.get(flag)
         return environment.get(variable) if configured is None else configured
 
-    threads = str(chosen("num_cpu_threads_per_process", "OMP_NUM_THREADS"))
     has_cpu_flag = _value_of_flag(words, "cpu") is not None
     cpu = str(chosen("use_cpu", "ACCELERATE_USE_CPU")).lower()
     processes = chosen("num_processes")
     return Launched(
         by_launcher=by_launcher,
-        # OpenMP also takes a list with a number for each level of nesting.
-        threads=int(threads) if threads.isdigit() else None,
         on_cpu=has_cpu_flag or cpu in ("true", "1", "yes"),
         processes=int(processes) if processes else None,
     )

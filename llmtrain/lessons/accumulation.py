@@ -23,7 +23,7 @@ from llmtrain.lessons.common import (
 
 def main() -> None:
     """Reduce one gradient in three ways, and count the collectives of each."""
-    accelerator = start_accelerator(ParallelConfig(ddp_bucket_cap_mb=0.1))
+    accelerator = start_accelerator(ParallelConfig(ddp_bucket_cap_mb=0.1, threads=1))
     training = Training(accelerator, small_gpt())
     model = training.model
 

@@ -40,6 +40,7 @@ TINY_RUN = {
     "global_batch_size": 8,
     "per_device_train_batch_size": 4,
     "logging_steps": 1,
+    "threads": 1,
     "report_to": "none",
 }
 

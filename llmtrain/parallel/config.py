@@ -48,6 +48,12 @@ class ParallelConfig(Config):
         "bits; slower",
         hidden=True,
     )
+    threads: int | None = flag(
+        None,
+        "threads of each process on the CPU (default: the processes of a machine share its cores; "
+        "1 with --bitwise)",
+        hidden=True,
+    )
     torch_compile: Literal["auto", "always", "never"] = flag(
         "auto",
         "compile the model's blocks with torch.compile; auto: on a GPU, in a run of 2,000 steps or "
@@ -58,6 +64,8 @@ class ParallelConfig(Config):
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "ddp_timeout")
+        if self.threads is not None:
+            require_at_least(self, 1, "threads")
         require_at_most(self, SECONDS_OF_A_YEAR, "ddp_timeout")  # larger ones overflow
         size = self.ddp_bucket_cap_mb
         if size is not None and (size <= 0 or not math.isfinite(size)):

@@ -239,18 +239,23 @@ def measure(tree: Path, folder: Path, begun: Path | None = None) -> Digits:
     write_pairs(folder / "pairs.jsonl")
 
     environment = {
-        "OMP_NUM_THREADS": "1",  # sums over more threads round differently
+        "OMP_NUM_THREADS": "1",  # the threads of an earlier commit, which has no --threads
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(folder / "hf"),
         "LLMTRAIN_CACHE": str(folder / "cache"),
         "PYTHONPATH": str(tree),
     }
 
+    has_threads_flag = "threads:" in (tree / "llmtrain/parallel/config.py").read_text()
     digits = {}
     for name, command in commands(folder, begun).items():
         run = folder / "runs" / name
+        recipe = command.recipe
+        if not has_threads_flag and "--threads" in recipe:
+            position = recipe.index("--threads")
+            recipe = [*recipe[:position], *recipe[position + 2 :]]
         process = start_process(
-            [*command.launcher, *command.recipe, "--output_dir", str(run)],
+            [*command.launcher, *recipe, "--output_dir", str(run)],
             env={**environment, **(command.environment or {})},
             tree=tree,
         )

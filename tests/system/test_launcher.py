@@ -19,14 +19,13 @@ LAUNCH_ONE = [*LAUNCH, "--num_processes", "1"]
 
 WITHOUT_LAUNCHER = {"by_launcher": False, "has_launcher": False}
 WITH_LAUNCHER = {"by_launcher": True, "has_launcher": True}
-NO_SETTINGS = {"threads": None, "on_cpu": False, "processes": None}
+NO_SETTINGS = {"on_cpu": False, "processes": None}
 
 
 @pytest.fixture(autouse=True)
 def _no_settings_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the variables that users set, and let accelerate find no default config."""
     for name in (
-        "OMP_NUM_THREADS",
         "ACCELERATE_USE_CPU",
         "MASTER_ADDR",
         "WORLD_SIZE",
@@ -69,8 +68,8 @@ def behind_wrapper(command: list[str], folder: Path) -> list[str]:
         ),
         pytest.param(
             LAUNCH_ONE,
-            ["--num_cpu_threads_per_process", "2", "--cpu"],
-            WITH_LAUNCHER | {"threads": 2, "on_cpu": True, "processes": 1},
+            ["--cpu"],
+            WITH_LAUNCHER | {"on_cpu": True, "processes": 1},
             id="flags with default values",
         ),
         pytest.param(torchrun(1), [], WITH_LAUNCHER | NO_SETTINGS, id="torchrun"),
@@ -83,20 +82,16 @@ def test_the_defaults_of_a_launcher_are_no_settings(
 
 
 def test_with_plain_python_the_variables_count() -> None:
-    variables = {"OMP_NUM_THREADS": "3", "ACCELERATE_USE_CPU": "true"}
-    settings = {"threads": 3, "on_cpu": True, "processes": None}
+    variables = {"ACCELERATE_USE_CPU": "true"}
+    settings = {"on_cpu": True, "processes": None}
     assert launched([*PYTHON, SCRIPT], variables) == WITHOUT_LAUNCHER | settings
-
-
-def test_a_number_of_threads_that_was_exported_before_the_launcher_is_a_setting() -> None:
-    assert launched([*torchrun(1), SCRIPT], {"OMP_NUM_THREADS": "3"})["threads"] == 3
 
 
 def test_a_flag_of_accelerate_comes_before_its_config(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("distributed_type: 'NO'\nnum_processes: 2\nuse_cpu: true\n")
     flags = ["--config_file", str(config), "--num_processes", "1"]
-    settings = {"threads": None, "on_cpu": True, "processes": 1}
+    settings = {"on_cpu": True, "processes": 1}
     assert launched([*LAUNCH, *flags, SCRIPT]) == WITH_LAUNCHER | settings
 
 
