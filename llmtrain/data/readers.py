@@ -30,17 +30,6 @@ _ROWS_PER_BATCH = 1000  # rows of a parquet file that become Python objects at a
 # The formats of compressed files, as pyarrow names them.
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 
-# How files that are not read become files that are, by their suffix.
-_CONVERSIONS = {
-    ".tsv": "pandas.read_csv('{path}', sep='\\t', dtype=str, keep_default_na=False)"
-    ".to_csv('{path.stem}.csv', index=False)",
-    # Also of folders of save_to_disk.
-    ".arrow": "datasets.load_dataset('arrow', data_files='{path.parent}/*.arrow', split='train')"
-    ".to_parquet('{path.parent.name}.parquet')",
-    ".bz2": "bunzip2 --keep '{path}'",
-    ".xz": "unxz --keep '{path}'",
-}
-
 Split: TypeAlias = Literal["train", "eval"]
 Fields: TypeAlias = dict[str, Any]  # the fields of a record, as they are in its source
 
@@ -194,13 +183,6 @@ def file_source(name: str, path: Path, flag: str, text_suffixes: Sequence[str]) 
         # Next to records, a README.md describes them. Next to texts, it is one of them.
         kinds = {file: kind for file, kind in kinds.items() if file.name.lower() != "readme.md"}
     unread = [file for file, kind in kinds.items() if kind is None]
-    for file in unread:
-        suffix, _ = split_suffix(file)
-        if suffix in _CONVERSIONS:
-            raise UserError(
-                f"{flag} {name}: '{suffix}' files are not read; convert them to JSONL, CSV or "
-                f"Parquet: {_CONVERSIONS[suffix].format(path=file)}"
-            )
     readable = {file: kind for file, kind in kinds.items() if kind is not None}
     if not readable:
         return None

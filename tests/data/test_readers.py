@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -211,33 +210,9 @@ def test_a_parquet_text_that_is_not_utf8_is_an_error(tmp_path):
 # --- files of other kinds
 
 
-@pytest.mark.parametrize("name", ["a.docx", "a.docx.gz", "a.gz"])
+@pytest.mark.parametrize("name", ["a.docx", "a.docx.gz", "a.gz", "a.tsv", "a.arrow", "a.jsonl.bz2"])
 def test_a_file_of_another_kind_is_an_error_that_names_the_kinds(tmp_path, name):
     message = complaint(write(tmp_path / name, gz("words")))
     assert name.partition(".")[2] in message
     assert ".parquet" in message
     assert "--text_suffixes" in message
-
-
-@pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz", "a.arrow", "a.jsonl.bz2", "a.csv.xz"])
-@pytest.mark.parametrize("pattern", ["", "*"])
-def test_files_that_must_be_converted_are_an_error_with_the_command(tmp_path, name, pattern):
-    path = write(tmp_path / name, "words")
-    write(tmp_path / "0.jsonl", LINES)
-    files = tmp_path / "*.arrow" if name == "a.arrow" else path
-    for named in (path, tmp_path / pattern):
-        message = complaint(named)
-        assert f"'{files}'" in message or message.endswith(f" {path}")
-
-    if name == "a.tsv":
-        records = open_source(str(path), data_config(text_suffixes=[".tsv"])).records("text")
-        assert [record.fields for record in records] == [{"text": "words"}]
-
-
-@pytest.mark.parametrize("has_splits", [True, False])
-def test_a_folder_of_save_to_disk_is_an_error_with_the_command(tmp_path, has_splits):
-    rows = datasets.Dataset.from_list(RECORDS)
-    saved = datasets.DatasetDict(train=rows) if has_splits else rows
-    saved.save_to_disk(tmp_path / "saved")
-    folder = tmp_path / "saved" / "train" if has_splits else tmp_path / "saved"
-    assert f"data_files='{folder}/*.arrow'" in complaint(tmp_path / "saved")
