@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llmtrain.console import labelled, printable
 from llmtrain.errors import UserError
@@ -53,20 +53,10 @@ class Divergence(NamedTuple):
     grown_from: float | None = None
 
 
-class FinalLoss(NamedTuple):
-    """The last value of a loss in each of two runs, and its step."""
-
-    name: str
-    step_a: int
-    value_a: float
-    step_b: int
-    value_b: float
-
-
 class RunDifference(NamedTuple):
     """The result of comparing two runs."""
 
-    final_losses: list[FinalLoss]  # of those that both runs have logged
+    final_losses: list[JsonObject]  # of those that both runs have logged: the last of each
     first: Divergence | None  # the earliest; of several at the same step, the first in the chain
     divergences: list[Divergence]  # in the order of the chain
     causes: list[str]  # what may have caused the first divergence
@@ -164,7 +154,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _as_json(difference: RunDifference) -> JsonObject:
     first = difference.first
     return {
-        "final_losses": [loss._asdict() for loss in difference.final_losses],
+        "final_losses": difference.final_losses,
         "first": None if first is None else first._asdict(),
         "all": [divergence._asdict() for divergence in difference.divergences],
         "causes": difference.causes,
@@ -206,13 +196,15 @@ def diff_runs(run_a: History, run_b: History) -> RunDifference:
     )
 
 
-def _final_losses(run_a: History, run_b: History) -> list[FinalLoss]:
+def _final_losses(run_a: History, run_b: History) -> list[JsonObject]:
     final_losses = []
     for name, key in (("loss", "train/loss"), ("eval loss", "eval/loss")):
         last_a = run_a.last(key)
         last_b = run_b.last(key)
         if last_a and last_b:
-            final_losses.append(FinalLoss(name, *last_a, *last_b))
+            steps = {"step_a": last_a[0], "step_b": last_b[0]}
+            values = {"value_a": last_a[1], "value_b": last_b[1]}
+            final_losses.append({"name": name, **steps, **values})
     return final_losses
 
 
@@ -300,10 +292,6 @@ def metadata_differences(run_a: History, run_b: History) -> list[MetadataDiffere
             text = f"--{name} {shorten_hash(a)} and {shorten_hash(b)}"
             different.append(MetadataDifference(tuple(sorted(effects[name])), text))
 
-    extra_tokens = _extra_tokens_per_document(run_a.record, run_b.record)
-    if extra_tokens is not None:
-        different.append(MetadataDifference(("data",), extra_tokens))
-
     metadata_a = flat_record(run_a)
     metadata_b = flat_record(run_b)
     for key, (group, name) in METADATA.items():
@@ -314,33 +302,6 @@ def metadata_differences(run_a: History, run_b: History) -> list[MetadataDiffere
             text = f"{name}: {shorten_hash(a)} and {shorten_hash(b)}"
             different.append(MetadataDifference((group,), text))
     return different
-
-
-def _extra_tokens_per_document(record_a: JsonObject, record_b: JsonObject) -> str | None:
-    """Describe how many more tokens each document has in one run than in the other.
-
-    Returns:
-        The description, or ``None`` unless the runs have the same number of documents, and the same
-        number of extra tokens for each.
-    """
-    keys = ("records", "eval_records", "train_tokens")
-    counts_a: list[Any] = [record_a.get(key) for key in keys]
-    counts_b: list[Any] = [record_b.get(key) for key in keys]
-    are_numbers = all(isinstance(count, int) for count in counts_a + counts_b)
-    if not are_numbers or counts_a[:2] != counts_b[:2]:
-        return None
-
-    records, eval_records, _ = counts_a
-    documents = records - eval_records
-    fewer, more = sorted([counts_a[2], counts_b[2]])
-    extra, rest = divmod(more - fewer, max(documents, 1))
-    # One token may be left over, because the first text may begin with one, too.
-    if extra == 0 or rest > 1:
-        return None
-    return (
-        f"the same {documents} documents have {fewer:,} and {more:,} tokens, {extra} more per "
-        "document: a token at the beginning or the end of each text is added twice, or is missing"
-    )
 
 
 # --- text
@@ -377,14 +338,16 @@ def diff_lines(difference: RunDifference, name_a: str, name_b: str) -> list[str]
     return [*lines, labelled("same", f"{quantities}, {agreement}"), *others]
 
 
-def _final_loss_line(loss: FinalLoss, name_a: str, name_b: str) -> str:
-    step_a = f"{name_a} at step {loss.step_a}"
-    step_b = name_b
-    if loss.step_b != loss.step_a:
-        step_b = f"{name_b} at step {loss.step_b}"
-    change = round(loss.value_b - loss.value_a, 4) + 0.0  # no negative zero
-    text = f"{loss.value_a:.4f} in {step_a}, {loss.value_b:.4f} in {step_b}: {change:+.4f}"
-    return labelled(loss.name, text)
+def _final_loss_line(loss: JsonObject, name_a: str, name_b: str) -> str:
+    value_a = loss["value_a"]
+    value_b = loss["value_b"]
+    step_b = f" at step {loss['step_b']}" if loss["step_b"] != loss["step_a"] else ""
+    change = round(value_b - value_a, 4) + 0.0  # no negative zero
+    text = (
+        f"{value_a:.4f} in {name_a} at step {loss['step_a']}, {value_b:.4f} in {name_b}{step_b}: "
+        f"{change:+.4f}"
+    )
+    return labelled(loss["name"], text)
 
 
 def _format_value(value: Json) -> str:
