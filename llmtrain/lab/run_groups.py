@@ -7,7 +7,6 @@ bits. So the seed is the only noise, and the runs of a group are a sample of it.
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
@@ -29,18 +28,6 @@ _MAX_NAMED_SETTINGS = 5  # in the name of a group
 _MAX_VALUE_LENGTH = 40  # characters of a setting in the name of a group
 
 
-class RunGroup(NamedTuple):
-    """Runs with the same settings, except for the seed.
-
-    Attributes:
-        name: the settings that set the group apart, such as ``learning_rate 0.01``.
-        indices: the positions of its runs in the list that was grouped.
-    """
-
-    name: str
-    indices: list[int]
-
-
 def find_runs(paths: Sequence[str]) -> list[History]:
     """Read the runs that the user has named: run folders, and folders that hold runs.
 
@@ -60,26 +47,25 @@ def find_runs(paths: Sequence[str]) -> list[History]:
     return [History.of_run(folder) for folder in folders.values()]
 
 
-def group_runs(runs: Sequence[History]) -> list[RunGroup]:
-    """Group runs by their settings, their data and their precision, in the order of the runs.
+def group_runs(runs: Sequence[History]) -> list[tuple[str, list[History]]]:
+    """Group runs by their settings, their data and their precision.
 
     If the same seed was run with several versions of the code, and has other losses with each, the
     code sets groups apart, too.
+
+    Returns:
+        The name of each group, the settings that set it apart, such as ``learning_rate 0.01``, and
+        its runs.
     """
-    indices_by_key: dict[str, list[int]] = {}
-    for i, run in enumerate(runs):
+    by_values: dict[str, list[History]] = {}
+    for run in runs:
         key = json_text(_compared_values(run), sort_keys=True)
-        indices_by_key.setdefault(key, []).append(i)
+        by_values.setdefault(key, []).append(run)
 
-    groups: list[list[int]] = []
-    for indices in indices_by_key.values():
-        groups += _split_by_code(runs, indices)
-    groups.sort(key=lambda indices: indices[0])
-
-    names = _names([runs[indices[0]] for indices in groups])
-    return [
-        RunGroup(name=name, indices=indices) for name, indices in zip(names, groups, strict=True)
-    ]
+    groups: list[list[History]] = []
+    for same_values in by_values.values():
+        groups += _split_by_code(same_values)
+    return list(zip(_names([group[0] for group in groups]), groups, strict=True))
 
 
 def _compared_values(run: History) -> JsonObject:
@@ -91,16 +77,16 @@ def _compared_values(run: History) -> JsonObject:
     }
 
 
-def _split_by_code(runs: Sequence[History], indices: list[int]) -> list[list[int]]:
+def _split_by_code(runs: list[History]) -> list[list[History]]:
     """Split runs of the same settings by their code, if it has changed the loss of a seed."""
-    by_code: dict[str, list[int]] = {}
+    by_code: dict[str, list[History]] = {}
     by_seed: dict[int | None, list[History]] = {}
-    for i in indices:
-        by_code.setdefault(code_of(runs[i]), []).append(i)
-        by_seed.setdefault(seed_of(runs[i]), []).append(runs[i])
+    for run in runs:
+        by_code.setdefault(code_of(run), []).append(run)
+        by_seed.setdefault(seed_of(run), []).append(run)
 
     has_changed = any(_has_code_changed_loss(same_seed) for same_seed in by_seed.values())
-    return [*by_code.values()] if has_changed else [indices]
+    return [*by_code.values()] if has_changed else [runs]
 
 
 def _has_code_changed_loss(runs: Sequence[History]) -> bool:
@@ -130,24 +116,13 @@ def _names(runs: Sequence[History]) -> list[str]:
     """
     values_by_run = [_compared_values(run) for run in runs]
     differing = _differing_keys(values_by_run)
-    settings = [key for key in differing if key not in METADATA]
-    if _are_distinct(values_by_run, settings):
-        return [_name(values, settings) for values in values_by_run]
-
-    # The settings do not tell the groups apart: the data, the precision or the code do.
     names = [_name(values, differing) for values in values_by_run]
-    if _are_distinct(values_by_run, differing):
+    if len(set(names)) == len(names):
         return names
     return [
         ", ".join(part for part in (name, f"code {shorten_hash(code_of(run))}") if part)
         for name, run in zip(names, runs, strict=True)
     ]
-
-
-def _are_distinct(values_by_run: Sequence[Mapping[str, Json]], keys: Sequence[str]) -> bool:
-    """Return whether no two runs have the same values of these keys."""
-    texts = {json_text([values.get(key) for key in keys]) for values in values_by_run}
-    return len(texts) == len(values_by_run)
 
 
 def _differing_keys(values_by_run: Sequence[Mapping[str, Json]]) -> list[str]:

@@ -18,6 +18,11 @@ def write_runs(tmp_path: Path, settings: list[dict[str, Any]]) -> list[History]:
     return runs
 
 
+def grouped(runs: list[History]) -> list[tuple[str, list[int]]]:
+    """Return the names of groups, and the numbers of the runs in each."""
+    return [(name, [int(run.folder.name) for run in group]) for name, group in group_runs(runs)]
+
+
 # --- groups
 
 
@@ -29,7 +34,7 @@ def test_two_seeds_are_one_group_whatever_changes_no_numbers_or_only_their_round
 
     runs = write_runs(tmp_path, [{"seed": 0, **settings}, {"seed": 1, **other_settings}])
 
-    assert group_runs(runs) == [("", [0, 1])]
+    assert grouped(runs) == [("", [0, 1])]
 
 
 def test_groups_are_named_by_the_settings_that_differ(tmp_path: Path) -> None:
@@ -44,7 +49,7 @@ def test_groups_are_named_by_the_settings_that_differ(tmp_path: Path) -> None:
         ],
     )
 
-    assert group_runs(runs) == [
+    assert grouped(runs) == [
         ("learning_rate 0.1, invented a", [0, 2]),
         ("learning_rate 0.2, invented a", [1]),
         ("learning_rate 0.1, invented b", [3]),
@@ -54,7 +59,7 @@ def test_groups_are_named_by_the_settings_that_differ(tmp_path: Path) -> None:
 def test_runs_on_different_data_under_the_same_name_are_two_groups(tmp_path: Path) -> None:
     runs = write_runs(tmp_path, [{"seed": 0, "data": "1" * 64}, {"seed": 0, "data": "2" * 64}])
 
-    assert group_runs(runs) == [
+    assert grouped(runs) == [
         ("content of the data 111111111111...", [0]),
         ("content of the data 222222222222...", [1]),
     ]
@@ -70,8 +75,8 @@ def test_code_separates_runs_only_if_it_changed_the_loss_of_a_seed(tmp_path: Pat
         ],
     )
 
-    assert group_runs(runs[:2]) == [("", [0, 1])], "no seed has two losses"
-    assert group_runs(runs) == [
+    assert grouped(runs[:2]) == [("", [0, 1])], "no seed has two losses"
+    assert grouped(runs) == [
         ("code aaaaaaaaaaaa...", [0]),
         ("code bbbbbbbbbbbb...", [1, 2]),
     ]

@@ -112,9 +112,8 @@ def compare_groups(runs: Sequence[History]) -> GroupComparison:
             remarks.append(("left out", f"{run.folder} {fault}"))
 
     groups = []
-    for number, (name, indices) in enumerate(group_runs(usable)):
-        measured = [_measurement(usable[i]) for i in indices]
-        measured = _one_for_each_seed(measured, remarks)
+    for number, (name, same_settings) in enumerate(group_runs(usable)):
+        measured = _one_for_each_seed(map(_measurement, same_settings), remarks)
         losses = [item.loss for item in measured]
         group = MeasuredGroup(
             letter=_letter(number),
