@@ -29,7 +29,7 @@ from llmtrain.record.run_record import check_ranks_agree, run_description, run_r
 from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
 from llmtrain.record.trackers.tracker import TrackedRun
-from llmtrain.record.trackers.weights_and_biases import OUTPUT_FILE, copied_output, sweep_run_id
+from llmtrain.record.trackers.weights_and_biases import sweep_run_id
 from llmtrain.record.tracking import MetricsLog
 from llmtrain.redaction import redacted
 from llmtrain.seeds import RANDOM_VERSION
@@ -271,13 +271,10 @@ def _recorded(run: Run, settings: dict[str, JsonObject], description: JsonObject
         team = run.ranks.with_new_group(timeout)
         run.saver.join(team, can_write=run.writer.can_write())
 
-    trackers = run.settings.run.trackers
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(stop_signals(run.status.ask_to_stop))
-        if run.ranks.is_main and "wandb" in trackers:
-            contexts.enter_context(copied_output(run.folder / OUTPUT_FILE))
         contexts.enter_context(_failures_recorded(run))
-        run.metrics_log.start(trackers, _tracked(run, record))
+        run.metrics_log.start(run.settings.run.trackers, _tracked(run, record))
         if run.metrics_log.addresses:
             run.writer.write("run.json", record | {"trackers": run.metrics_log.addresses})
         damaged = run.resume_point.damaged_checkpoints

@@ -248,7 +248,6 @@ class Run:
         """Write texts by the model to ``samples.jsonl`` and to the trackers that show them."""
         for sample in samples:
             self.writer.append("samples.jsonl", {"step": self.step, **sample})
-        self.metrics_log.wake()
 
     def record_event(self, kind: str, text: str) -> None:
         """Print an event, and record it in the run folder."""

@@ -166,18 +166,13 @@ def save(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:
             weights=run.bundle.files.tensors(model),
             states=states,
             state=_state(run, engine),
-            on_commit=functools.partial(_on_commit, run, run.step),
+            # On rank 0. Another thread may call it.
+            on_commit=functools.partial(run.writer.set_status, "running", run.step),
         )
 
     _on_saving_ranks(run, prepare)
     _on_saving_ranks(run, write)
     run.deadline.reserve("save", 2 * run.saver.longest_seconds)
-
-
-def _on_commit(run: Run, step: int) -> None:
-    """Record a checkpoint that was just saved, on rank 0. It may be called by another thread."""
-    run.writer.set_status("running", step)
-    run.metrics_log.send_checkpoint(checkpoint.path_of(run.folder / "checkpoints", step))
 
 
 def _state(run: Run, engine: Engine) -> JsonObject:

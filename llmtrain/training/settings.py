@@ -368,7 +368,7 @@ class RunConfig(Config):
     report_to: list[str] = flag(
         ["wandb"],
         "trackers that get the metrics: wandb (offline without a login), tensorboard, mlflow, "
-        "trackio, aim, clearml, comet_ml, dvclive, swanlab, all that are installed, or none",
+        "trackio, aim, clearml, comet_ml, dvclive, swanlab, or none",
         metavar="TRACKER",
         group="evaluation and logging",
         variable="LLMTRAIN_REPORT_TO",
@@ -408,9 +408,7 @@ class RunConfig(Config):
     @property
     def trackers(self) -> list[str]:
         """The trackers that the run reports to."""
-        from llmtrain.record.trackers.names import chosen_trackers
-
-        return chosen_trackers(self.report_to)
+        return [name for name in dict.fromkeys(self.report_to) if name != "none"]
 
 
 @dataclass(kw_only=True)

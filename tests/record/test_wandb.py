@@ -8,7 +8,6 @@ from typing import Any
 
 import psutil
 import pytest
-import wandb
 from accelerate import Accelerator
 
 from llmtrain.parallel.ranks import Ranks, ranks_of
@@ -44,49 +43,32 @@ def values_in(records: list[Any], kind: str) -> dict[str, Any]:
     return values
 
 
-MODEL = ["model-abcd1234: config.json"]
-CHECKPOINT = ["checkpoint-abcd1234: state.json"]
-
-
 @pytest.mark.parametrize(
     ("log_model", "expected"),
-    [
-        ("end", MODEL),
-        ("checkpoint", CHECKPOINT + MODEL),
-        (None, []),
-    ],
+    [("end", [("model-abcd1234", ["finished", "latest"])]), ("false", [])],
 )
-def test_wandb_log_model_decides_whether_models_and_checkpoints_are_sent(
-    log_model: str | None,
-    expected: list[str],
+def test_wandb_log_model_decides_whether_the_model_is_sent(
+    log_model: str,
+    expected: list[tuple[str, list[str]]],
     accelerator: Accelerator,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if log_model is not None:
-        monkeypatch.setenv("WANDB_LOG_MODEL", log_model)
-    checkpoint = tmp_path / "checkpoints" / "step-00000010"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").touch()
+    monkeypatch.setenv("WANDB_LOG_MODEL", log_model)
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").touch()
 
-    metrics = start(accelerator, tmp_path)
-    sent = []
-    aliases_of_sent = []
+    start(accelerator, tmp_path).close(exit_code=0, model=model)
 
-    def log_artifact(artifact: wandb.Artifact, aliases: list[str]) -> None:
-        sent.append(f"{artifact.name}: {' '.join(artifact.manifest.entries)}")
-        aliases_of_sent.append(aliases)
-
-    monkeypatch.setattr(accelerator.trackers[0].tracker, "log_artifact", log_artifact)
-    metrics.send_checkpoint(checkpoint)
-    metrics.close(exit_code=0, model=model)
-
+    records = read_records(newest_wandb_file(tmp_path))
+    artifacts = [
+        record.request.log_artifact.artifact if record.HasField("request") else record.artifact
+        for record in records
+        if record.HasField("artifact") or record.request.HasField("log_artifact")
+    ]
+    sent = [(artifact.name, sorted(artifact.aliases)) for artifact in artifacts]
     assert sent == expected
-    if log_model == "checkpoint":
-        assert aliases_of_sent[0] == ["latest", "step-00000010"]
 
 
 def test_wandb_gets_config_group_tags_and_the_best_eval_metrics(
@@ -97,7 +79,8 @@ def test_wandb_gets_config_group_tags_and_the_best_eval_metrics(
     config = {"dataset": ["a.txt", "b.txt"], "lr": 0.5, "layout": {"processes": 2}}
     metrics = start(accelerator, tmp_path, **config)
     for step, loss in enumerate((3.0, 2.0, 2.5)):
-        metrics.write({"step": step, "eval/loss": loss, "eval/accuracy": loss / 4})
+        entry = {"step": step, "eval/loss": loss, "eval/accuracy": loss / 4, "time": 1000.0}
+        metrics.write(entry)
     metrics.close(exit_code=0)
 
     records = read_records(newest_wandb_file(tmp_path))
@@ -121,11 +104,10 @@ def test_samples_are_sent_before_the_run_ends(accelerator: Accelerator, tmp_path
     """They are not lost if the run is killed later."""
     metrics = start(accelerator, tmp_path)
     for step in (10, 20):
-        metrics.write({"step": step, "eval/loss": 1.0})
+        metrics.write({"step": step, "eval/loss": 1.0, "time": 1000.0})
         with (tmp_path / "samples.jsonl").open("a") as file:
             file.write(f'{{"step": {step}, "prompt": "The", "text": "The kernel {step}"}}\n')
-        metrics.wake()
-    metrics.write({"step": 30, "train/loss": 1.0})
+    metrics.write({"step": 30, "train/loss": 1.0, "time": 1000.0})
     tables = "wandb/offline-run-*/files/media/table"
     wait_until(lambda: len([*tmp_path.glob(f"{tables}/*")]) == 2)
     metrics.close(exit_code=0)
@@ -141,13 +123,13 @@ def test_samples_are_sent_before_the_run_ends(accelerator: Accelerator, tmp_path
     assert [row["step"] for row in history if "step" in row] == [10, 20, 30]
 
 
-def without_private_columns(row: dict[str, Any]) -> dict[str, Any]:
-    """Drop what W&B itself adds to a row."""
-    return {name: value for name, value in row.items() if not name.startswith("_")}
+def own_columns(row: dict[str, Any]) -> dict[str, Any]:
+    """Drop what W&B and the hours of training add to a row."""
+    return {name: row[name] for name in row if not name.startswith("_") and name != "hours"}
 
 
 def merged_by_step(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the log entries of each step, as W&B does."""
+    """Merge the log entries of each step."""
     by_step: dict[int, dict[str, Any]] = {}
     for entry in entries:
         by_step.setdefault(entry["step"], {}).update(entry)
@@ -161,14 +143,14 @@ def test_the_file_of_each_offline_start_has_the_complete_history(
     for steps in ([1, 2, 3], [4, 5]):
         metrics = start(accelerator, tmp_path, seed=3)
         for step in steps:
-            metrics.write({"step": step, "train/loss": step / 4})
-        metrics.write({"step": steps[-1], "eval/loss": 2.5})
+            metrics.write({"step": step, "train/loss": step / 4, "time": 1000.0})
+        metrics.write({"step": steps[-1], "eval/loss": 2.5, "time": 1000.0})
         metrics.close(exit_code=0)
 
         children = [child.name() for child in psutil.Process().children()]
         assert "wandb-core" not in children, "it is still writing"
         history = read_history(newest_wandb_file(tmp_path))
-        rows = [without_private_columns(row) for row in history]
+        rows = [own_columns(row) for row in history]
         assert rows == merged_by_step(read_lines(tmp_path / "metrics.jsonl"))
 
 
@@ -183,7 +165,7 @@ def test_a_run_is_logged_offline_if_the_server_does_not_answer(
     monkeypatch.setattr(weights_and_biases, "_INIT_SECONDS", 2)
 
     metrics = start(accelerator, tmp_path)
-    metrics.write({"step": 0, "train/loss": 0.5})
+    metrics.write({"step": 0, "train/loss": 0.5, "time": 1000.0})
     metrics.close(exit_code=0)
 
     printed = capsys.readouterr()
@@ -199,7 +181,7 @@ def test_only_rank_0_reports(
     monkeypatch.setenv("WANDB_MODE", "offline")
 
     metrics = start(accelerator, tmp_path)
-    metrics.write({"step": 1, "train/loss": 1.0})
+    metrics.write({"step": 1, "train/loss": 1.0, "time": 1000.0})
     metrics.close(exit_code=0)
 
     assert [*tmp_path.iterdir()] == []
@@ -224,7 +206,7 @@ metrics.start(
     ["wandb", "tensorboard"], TrackedRun(folder, "run", "abcd1234", config={"seed": 3})
 )
 for step in sys.argv[2:]:
-    metrics.write({"step": int(step), "train/loss": int(step) / 4})
+    metrics.write({"step": int(step), "train/loss": int(step) / 4, "time": 1000.0})
 metrics.close(exit_code=0)
 os._exit(0)
 """
@@ -255,7 +237,7 @@ def add_to_log(folder: Path, steps: list[int]) -> None:
     """Log steps without reporting them."""
     with (folder / "metrics.jsonl").open("a") as file:
         for step in steps:
-            file.write(f'{{"step": {step}, "train/loss": {step / 4}}}\n')
+            file.write(f'{{"step": {step}, "train/loss": {step / 4}, "time": 1000.0}}\n')
 
 
 def steps_on(server: Server) -> list[int]:

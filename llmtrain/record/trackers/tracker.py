@@ -1,13 +1,14 @@
-"""What a run needs from a tracker: how it is opened, fed and closed.
+"""A tracker of Accelerate, and the thread that feeds it from the run folder."""
 
-All methods of one tracker are called on one thread, because some trackers (MLflow) keep their
-current run per thread.
-"""
-
-from collections.abc import Sequence
+import itertools
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from unittest import mock
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
@@ -15,6 +16,8 @@ from llmtrain.console import note
 from llmtrain.errors import first_line
 from llmtrain.files import read_object, write_json
 from llmtrain.json_types import JsonObject
+from llmtrain.record.history import TrainingClock, as_numbers
+from llmtrain.redaction import redacted
 
 
 @dataclass(frozen=True)
@@ -39,162 +42,150 @@ class TrackedRun:
     start_times: Sequence[float] = ()
 
 
-class Position(NamedTuple):
-    """A log entry of a run: its step, and its number among the entries of this step, from 1.
-
-    The steps of a file's entries never decrease, so positions are ordered as the entries are.
-    """
-
-    step: int = -1
-    number: int = 0
-
-    def after(self, step: int) -> "Position":
-        """Return the position of the next entry, which has this step."""
-        return Position(step, self.number + 1 if step == self.step else 1)
-
-
 class Tracker:
-    """A tracker that begins a run of its own in each start, and gets all entries each time.
+    """A tracker, and the thread that opens it, sends it each step once, and closes it.
 
-    Subclasses know how their tracker continues a run.
+    ``metrics.jsonl`` is the queue between the run and the tracker, so a tracker that stalls costs
+    no memory and holds up nothing. ``trackers/NAME.json`` in the run folder has the last step that
+    was sent, and the next start sends only later ones.
+
+    Everything is done on one thread, because some trackers (MLflow) keep their current run per
+    thread.
 
     Args:
         name: the name of one of Accelerate's trackers, or of one registered with it.
         run: the run to report.
 
     Attributes:
-        inner: Accelerate's tracker, once :meth:`open` has returned.
+        inner: Accelerate's tracker, once it is open.
+        id: MLflow's own id of the run.
         url: the address of the run's page, if there is one.
+        sent_step: the last step that the tracker has got.
+        opened: set when the tracker is open, or has failed to open.
+        news: set when there is something to send, or the run ends.
+        exit_code: the exit code of the run, once it ends.
+        model: the folder of the finished model, if the run ends with one.
     """
 
     def __init__(self, name: str, run: TrackedRun) -> None:
         self.name = name
         self.run = run
+        self.state_path = run.folder / "trackers" / f"{name}.json"
         self.inner: GeneralTracker
+        self.id: str | None = None
         self.url = ""
+        self.sent_step = -1
+        self.opened = threading.Event()
+        self.news = threading.Event()
+        self.exit_code: int | None = None
+        self.model: Path | None = None
+        self.thread = threading.Thread(target=self._run, name=f"llmtrain-{name}", daemon=True)
+        self.thread.start()
+
+    def end(self, exit_code: int, model: Path | None) -> None:
+        """Let the thread send the rest, close the tracker and end."""
+        self.model = model
+        self.exit_code = exit_code
+        self.news.set()
+
+    def _run(self) -> None:
+        """Open the tracker, send it what the run writes until it ends, and close it."""
+        try:
+            # Trackers upload the command line.
+            with mock.patch.object(sys, "argv", redacted(sys.argv)):
+                self.open()
+            self.opened.set()
+            self._follow()
+            self.close()
+        except Exception as error:
+            failure = f"{self.name}: tracking stopped: {first_line(error)}"
+            note(f"{failure}; metrics.jsonl has everything.")
+        finally:
+            self.opened.set()
 
     def open(self) -> None:
-        """Begin a run, or continue that of an earlier start."""
-        self.inner = self._start(self.run.project)
-        self.inner.store_init_configuration(plain(self.run.config))
+        """Begin a run, or continue that of the earlier starts if the tracker can do that."""
+        state = read_object(self.state_path)
+        self.sent_step = state.get("step", -1)
+        arguments: dict[str, JsonObject] = {
+            # TensorBoard drops what a start sent of the next step before it was killed.
+            "tensorboard": {"purge_step": self.sent_step + 1},
+            "mlflow": {"run_id": state.get("id"), "run_name": self.run.name},
+            "trackio": {"name": f"{self.run.name}-{self.run.run_id}", "resume": "allow"},
+        }
+        self.inner = self.start(**arguments.get(self.name, {}))
 
-    def _start(self, project: str, **arguments: object) -> GeneralTracker:
-        """Start Accelerate's tracker.
+        if self.name == "mlflow":
+            mlflow_run = self.inner.tracker
+            self.id = mlflow_run.info.run_id
+            # It may have got one more step, right before a kill.
+            last_step = int(mlflow_run.data.metrics.get("step", -1))
+            self.sent_step = max(self.sent_step, last_step)
+        if not state or self.name not in ("tensorboard", "mlflow"):
+            config = {
+                name: value if isinstance(value, int | float | str | bool) else str(value)
+                for name, value in self.run.config.items()
+            }
+            self.inner.store_init_configuration(config)
+        self._write_state()
 
-        Args:
-            project: what Accelerate calls the project name.
-            arguments: further arguments of the tracker.
-        """
+    def start(self, **arguments: object) -> GeneralTracker:
+        """Start Accelerate's tracker, with these arguments of its class."""
         tracker_class = LOGGER_TYPE_TO_CLASS[self.name]
         if tracker_class.requires_logging_directory:
-            tracker = tracker_class(project, str(self.run.folder), **arguments)
+            tracker = tracker_class(self.name, str(self.run.folder), **arguments)
         else:
-            tracker = tracker_class(project, **arguments)
+            tracker = tracker_class(self.run.project, **arguments)
         tracker.start()
         return tracker
 
-    def has(self, position: Position) -> bool:
-        """Return whether the tracker got this entry in an earlier start."""
-        return False
+    def _follow(self) -> None:
+        """Send each step when the next one begins, and the last one when the run ends.
 
-    def receive(self, position: Position, numbers: dict[str, float]) -> None:
-        """Send a log entry, unless the tracker has it.
+        A step may have several log entries: of its training, and of the evaluation after it.
+        """
+        clock = TrainingClock(self.run.start_times)
+        for step, entries in itertools.groupby(self._entries(), lambda entry: entry["step"]):
+            numbers: dict[str, float] = {}
+            for entry in entries:
+                numbers |= as_numbers(entry)
+                numbers["hours"] = clock.hours_at(entry["time"])
+            self.send(step, numbers)
+
+    def _entries(self) -> Iterator[JsonObject]:
+        """Yield the log entries of the run until it ends, beginning with those that it has."""
+        with (self.run.folder / "metrics.jsonl").open("rb") as file:
+            while True:
+                # Check this before reading: then everything written until now is sent.
+                is_ending = self.exit_code is not None
+                line = file.readline()
+                if line.endswith(b"\n"):
+                    yield json.loads(line)
+                elif is_ending:
+                    return
+                else:
+                    # A line without an end is being written: read it again later.
+                    file.seek(-len(line), os.SEEK_CUR)
+                    self.news.wait()
+                    self.news.clear()
+
+    def send(self, step: int, numbers: dict[str, float]) -> None:
+        """Send a step, unless the tracker has it.
 
         Args:
-            position: the position of the entry.
-            numbers: its numbers by name, with ``step``.
+            step: the step.
+            numbers: all numbers of its log entries, by name.
         """
-        if not self.has(position):
-            self.log(numbers)
+        if step > self.sent_step:
+            self.inner.log(numbers, step=step)
+            self.sent_step = step
+            self._write_state()
 
-    def log(self, numbers: dict[str, float]) -> None:
-        """Send a log entry: its numbers by name, with ``step``."""
-        self.inner.log(numbers, step=int(numbers["step"]))
-
-    def log_samples(self, samples: list[JsonObject], step: int) -> None:
-        """Send texts by the model. The default sends none, because few trackers have tables.
-
-        Args:
-            samples: all samples of the run so far: ``step``, ``prompt`` and ``text``.
-            step: the step of the last entry that was sent.
-        """
-
-    def log_checkpoint(self, path: Path) -> None:
-        """Send a checkpoint. The default sends none."""
-
-    def flush(self, position: Position) -> None:
-        """Make everything until this entry durable. It is called after each entry."""
-
-    def finish(self, exit_code: int, model: Path | None) -> None:
-        """End the run.
-
-        Args:
-            exit_code: 0 if the run has ended without an error.
-            model: the folder of the finished model, if the run is finished.
-        """
+    def close(self) -> None:
+        """End the run of the tracker."""
         self.inner.finish()
 
-
-class ContinuingTracker(Tracker):
-    """A tracker that continues one run in all starts.
-
-    ``trackers/NAME.json`` in the run folder has the tracker's own id of the run and the last entry
-    that was sent. A run that resumes from a checkpoint repeats the steps after it; the tracker has
-    those already, with the same values.
-    """
-
-    def __init__(self, name: str, run: TrackedRun) -> None:
-        super().__init__(name, run)
-        self.path = run.folder / "trackers" / f"{name}.json"
-        self.id: str | None = None
-        self.sent = Position()
-
-    def open(self) -> None:
-        state = read_object(self.path)
-        if state.get("id"):
-            try:
-                self.inner = self._begin(state["id"])
-            except Exception as error:
-                note(
-                    f"{self.name}: the run of the earlier start cannot be continued "
-                    f"({first_line(error)}), so a new one begins."
-                )
-            else:
-                self.id = state["id"]
-                self.sent = Position(state["step"], state["number"])
-                return
-
-        self.inner = self._begin(None)
-        self.id = self._id_of_inner()
-        self.inner.store_init_configuration(plain(self.run.config))
-        self.flush(Position())
-
-    def _begin(self, earlier_id: str | None) -> GeneralTracker:
-        """Start Accelerate's tracker.
-
-        Args:
-            earlier_id: the id of the run to continue; ``None`` begins a new one.
-        """
-        raise NotImplementedError
-
-    def _id_of_inner(self) -> str:
-        """Return the tracker's own id of the run that has just begun."""
-        raise NotImplementedError
-
-    def has(self, position: Position) -> bool:
-        return position <= self.sent
-
-    def flush(self, position: Position) -> None:
-        self.sent = max(self.sent, position)
-        self.path.parent.mkdir(exist_ok=True)
-        content = {"id": self.id, "step": self.sent.step, "number": self.sent.number}
-        # Written very often. If the machine loses power, some entries are sent again.
-        write_json(self.path, content, durable=False)
-
-
-def plain(config: JsonObject) -> JsonObject:
-    """Return a config whose values are numbers, strings and booleans; all others become strings."""
-    return {
-        name: value if isinstance(value, int | float | str | bool) else str(value)
-        for name, value in config.items()
-    }
+    def _write_state(self) -> None:
+        self.state_path.parent.mkdir(exist_ok=True)
+        # Written very often. If the machine loses power, some steps are sent again.
+        write_json(self.state_path, {"id": self.id, "step": self.sent_step}, durable=False)
