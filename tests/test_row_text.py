@@ -1,10 +1,10 @@
-"""Rows are shown as they are trained, with target tokens in angle quotes or in green."""
+"""Rows are shown as they are trained, with target tokens in angle quotes."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from llmtrain.commands.row_text import GREEN, row_text
+from llmtrain.commands.row_text import row_text
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 
 # The angle quotes around target tokens, which the tests write as brackets.
@@ -84,7 +84,6 @@ def test_all_tokens_of_a_text_are_targets_except_for_the_first(
     row = {"input_ids": [*tokenizer("abc")["input_ids"], -100]}
     text = row_text(row, tokenizer)
     assert text.translate(TO_BRACKETS).splitlines() == ["a[bc]", "----- 1 padding token"]
-    assert "a\x1b[32mbc\x1b[0m\n" in row_text(row, tokenizer, GREEN)
 
 
 def test_tokens_are_shown_as_numbers_without_a_tokenizer() -> None:

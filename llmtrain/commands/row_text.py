@@ -10,23 +10,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # How target tokens are shown.
-GREEN = "\x1b[32m{}\x1b[0m"
-QUOTES = (
+_TARGETS = (
     "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}{}\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}"
 )
 
 
-def row_text(
-    row: dict[str, list[int]],
-    tokenizer: "PreTrainedTokenizerFast | None",
-    marks: str = QUOTES,
-) -> str:
+def row_text(row: dict[str, list[int]], tokenizer: "PreTrainedTokenizerFast | None") -> str:
     """Return the text of a row, with a line between documents or answers.
 
     Args:
         row: the columns of the row.
         tokenizer: turns tokens into text. Without it, the text has their numbers.
-        marks: how target tokens are shown.
     """
     tokens = row["input_ids"]
     labels = row.get("labels", tokens)
@@ -46,7 +40,7 @@ def row_text(
         if start > 0:
             is_second_answer = answers is not None and is_second(answers[start])
             lines.append(f"----- the {'other answer' if is_second_answer else 'next document'}")
-        lines.append(_marked_text(tokens, labels, range(start, end), tokenizer, marks))
+        lines.append(_marked_text(tokens, labels, range(start, end), tokenizer))
     return "\n".join(lines + _padding_lines(padding))
 
 
@@ -87,7 +81,6 @@ def _marked_text(
     labels: list[int],
     positions: range,
     tokenizer: "PreTrainedTokenizerFast | None",
-    marks: str,
 ) -> str:
     """Return the text at some positions of a row, with marks around the target tokens."""
     from llmtrain.models.generation import continuation_text
@@ -105,5 +98,5 @@ def _marked_text(
                 continuation_text(tokenizer, before, numbers, skip_special_tokens=False)
             )
         before += numbers
-        pieces.append(marks.format(piece) if is_target else piece)
+        pieces.append(_TARGETS.format(piece) if is_target else piece)
     return (" " if tokenizer is None else "").join(pieces)

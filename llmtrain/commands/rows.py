@@ -7,16 +7,14 @@ recipe are those that it would train on with these flags. Nothing is trained.
 import argparse
 import contextlib
 import io
-import os
 import random
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmtrain.commands.row_text import GREEN, QUOTES, row_text
+from llmtrain.commands.row_text import row_text
 from llmtrain.console import labelled
 from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, json_text
@@ -273,10 +271,8 @@ def _print(
         with contextlib.suppress(UserError), contextlib.redirect_stdout(io.StringIO()):
             nlls = _nlls(rows, numbers, model)
 
-    is_coloured = not as_json and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    marks = GREEN if is_coloured else QUOTES
     items = [
-        {"row": number, "nll": nll, "text": row_text(rows.train[number], rows.tokenizer, marks)}
+        {"row": number, "nll": nll, "text": row_text(rows.train[number], rows.tokenizer)}
         for number, nll in zip(numbers, nlls, strict=True)
     ]
     if as_json:
