@@ -17,9 +17,8 @@ from torch.distributed import TCPStore
 
 from llmtrain.errors import UserError
 from llmtrain.launching import accelerator as start
-from llmtrain.launching import launch_checks, process
-from llmtrain.launching.launch_checks import check_launch
-from llmtrain.launching.launcher import Launched
+from llmtrain.launching import process
+from llmtrain.launching.launch_request import check_launch
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ranks import Sharding
 
@@ -90,38 +89,36 @@ def test_an_unsupported_precision_is_refused(
 @pytest.fixture
 def arithmetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo the arithmetic settings of this process after a test."""
-    for name in ("CUBLAS_WORKSPACE_CONFIG", start._OWN_WORKSPACE):
-        monkeypatch.setenv(name, "")  # recorded, so that the end of the test undoes what starts do
-        monkeypatch.delenv(name)
+    # Recorded, so that the end of the test undoes what starts do.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
 
 
-def arithmetic_of_start(*, on_gpu: bool, bitwise: bool) -> tuple[str, bool, str | None]:
-    """Return the precision of products, the determinism and cuBLAS's workspace after a start."""
+def arithmetic_of_start(*, on_gpu: bool, bitwise: bool) -> tuple[str, bool]:
+    """Return the precision of products and the determinism after a start."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(start, "use_cpu", lambda is_chosen: not on_gpu)
+        patched.setattr(start, "use_cpu", lambda: not on_gpu)
         start.start_accelerator(ParallelConfig(bitwise=bitwise))
-    return (
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-    )
+    return torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.usefixtures("accelerator", "arithmetic")
 def test_each_start_sets_the_arithmetic_anew() -> None:
     for _ in range(2):
-        assert arithmetic_of_start(on_gpu=True, bitwise=False) == ("high", False, None)
-        assert arithmetic_of_start(on_gpu=True, bitwise=True) == ("highest", True, ":4096:8")
-        assert arithmetic_of_start(on_gpu=False, bitwise=False) == ("highest", False, None)
+        assert arithmetic_of_start(on_gpu=True, bitwise=False) == ("high", False)
+        assert arithmetic_of_start(on_gpu=True, bitwise=True) == ("highest", True)
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert arithmetic_of_start(on_gpu=False, bitwise=False) == ("highest", False)
 
 
 @pytest.mark.usefixtures("accelerator", "arithmetic")
-def test_a_start_on_a_cpu_keeps_the_workspace_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_keeps_the_workspace_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    assert arithmetic_of_start(on_gpu=False, bitwise=False) == ("highest", False, ":16:8")
+    arithmetic_of_start(on_gpu=True, bitwise=True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
 def test_a_second_run_of_a_process_may_have_another_precision(
@@ -161,21 +158,15 @@ def test_processes_share_the_cores_of_a_machine_unless_a_flag_says_otherwise(
 # --- processes
 
 
-# Variables of a single process whose address accelerate, or the user, has set.
-ADDRESS = {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_DYNAMO_MODE": "default"}
+# Variables that accelerate sets if it is asked for several processes.
+SEVERAL = {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_DYNAMO_MODE": "default"}
 
 
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Check a launch with these variables. Behind a wrapper, no launcher is seen."""
+    """Check a launch with these variables."""
 
-    def check_with(processes: int | None = None, behind_wrapper: bool = False, **variables: object):
-        launched = Launched(
-            by_launcher=not behind_wrapper,
-            on_cpu=False,
-            processes=processes,
-        )
-        monkeypatch.setattr(launch_checks, "launched_by", lambda: launched)
+    def check_with(**variables: object) -> None:
         set_variables(monkeypatch, **variables)
         check_launch()
 
@@ -184,26 +175,24 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return check_with
 
 
-def test_one_process_may_be_meant_so(check: Callable[..., None]) -> None:
-    check(**ADDRESS)
-    check(processes=1, **ADDRESS)
-    check(behind_wrapper=True, **ADDRESS, WORLD_SIZE=2, RANK=0, MASTER_PORT=1)
+def test_processes_that_were_all_started_are_accepted(check: Callable[..., None]) -> None:
+    check(**SEVERAL, WORLD_SIZE=2, RANK=0, MASTER_PORT=1)
 
 
 def test_plain_python_with_exported_variables_may_start(check: Callable[..., None]) -> None:
     # Only accelerate sets ACCELERATE_DYNAMO_MODE.
-    check(behind_wrapper=True, MASTER_ADDR="127.0.0.1", ACCELERATE_MIXED_PRECISION="bf16")
-    check(behind_wrapper=True, ACCELERATE_USE_DEEPSPEED="false")
+    check(MASTER_ADDR="127.0.0.1", ACCELERATE_MIXED_PRECISION="bf16")
+    check(ACCELERATE_USE_DEEPSPEED="false")
 
 
 @pytest.mark.parametrize(
     ("launch", "remedy"),
     [
         (
-            {"processes": 2, **ADDRESS},
-            "use: accelerate launch --multi_gpu --num_processes 2 recipes/gpt.py --run_name 'my run'",
+            SEVERAL,
+            "for one process, unset MASTER_ADDR; for several, use: accelerate launch --multi_gpu "
+            "--num_processes 2 recipes/gpt.py --run_name 'my run'",
         ),
-        ({"behind_wrapper": True, **ADDRESS}, "for one process, unset MASTER_ADDR; "),
         ({"WORLD_SIZE": 2}, "unset WORLD_SIZE"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": 4}, "gradient_accumulation_steps"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "multi_gpu.yaml recipes/gpt.py --run_name 'my run'"),
@@ -221,11 +210,13 @@ def test_a_process_group_without_all_launched_processes_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
-    single = SimpleNamespace(num_processes=1)
+    single = SimpleNamespace(num_processes=1, process_index=0)
     monkeypatch.setattr(start, "TrainingAccelerator", lambda **_: single)
     set_variables(monkeypatch, WORLD_SIZE=2, RANK=0, MASTER_ADDR="::1", MASTER_PORT=1)
 
-    with pytest.raises(UserError, match="each would train alone"):
+    with pytest.raises(
+        UserError, match="rank 0 of 1, but the environment says RANK 0 and WORLD_SIZE 2"
+    ):
         start.start_accelerator()
 
 
@@ -275,23 +266,24 @@ def pretend_devices(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "is_chosen", "uses_cpu"),
+    ("kind", "count", "chosen", "uses_cpu"),
     [
-        pytest.param("cuda", 2, False, False, id="a GPU each"),
-        pytest.param("mps", 1, False, True, id="a Mac, whose GPU takes one process"),
-        pytest.param("cuda", 1, True, True, id="the user chose the CPU"),
+        pytest.param("cuda", 2, "False", False, id="a GPU each"),
+        pytest.param("mps", 1, "False", True, id="a Mac, whose GPU takes one process"),
+        pytest.param("cuda", 1, "True", True, id="the user chose the CPU"),
     ],
 )
 def test_two_processes_use_gpus_if_there_is_one_for_each(
-    kind: str, count: int, is_chosen: bool, uses_cpu: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, count: int, chosen: str, uses_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_variables(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2)
+    set_variables(monkeypatch, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, ACCELERATE_USE_CPU=chosen)
     pretend_devices(monkeypatch, kind, count)
-    assert start.use_cpu(is_chosen) is uses_cpu
+    assert start.use_cpu() is uses_cpu
 
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
     pretend_devices(monkeypatch, "cuda", count=1)
     with pytest.raises(UserError, match="--num_processes"):
-        start.use_cpu(is_chosen=False)
+        start.use_cpu()
 
 
 # --- the process of a recipe

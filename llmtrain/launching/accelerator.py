@@ -6,7 +6,6 @@ from datetime import timedelta
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate import __version__ as accelerate_version
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import InitProcessGroupKwargs
 from torch.distributed import PrefixStore, TCPStore
@@ -15,10 +14,8 @@ from llmtrain.console import pluralize, rank, say
 from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
 from llmtrain.files import shipped_config
-from llmtrain.launching.launch_checks import check_launch
-from llmtrain.launching.launcher import launched_by
+from llmtrain.launching.launch_request import check_launch, is_on, requested_sharding
 from llmtrain.launching.process import check_first_run
-from llmtrain.launching.sharding_request import is_sharding_requested, requested_sharding
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import DDPHandler
 from llmtrain.parallel.fsdp import let_cpus_shard, sharding_settings
@@ -51,9 +48,8 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
         parallel = ParallelConfig(threads=torch.get_num_threads())
     bitwise = parallel.bitwise
     check_launch()
-    launched = launched_by()
     world = _world_size()
-    cpu = use_cpu(launched.on_cpu)
+    cpu = use_cpu()
     # The heartbeat has another minute to report which process is missing.
     timeout = timedelta(seconds=parallel.ddp_timeout + 60)
 
@@ -66,7 +62,7 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
     sharding = requested_sharding(world)
     precision = _precision(parallel.mixed_precision, cpu, is_sharded=sharding is not None)
     _check_precision(precision, cpu, sharding=sharding, bitwise=bitwise)
-    if is_sharding_requested() and sharding is None:
+    if is_on("ACCELERATE_USE_FSDP") and sharding is None:
         say("sharded", "nothing is sharded or offloaded: each process holds the full model")
 
     _join_group_after_restart(_backend(cpu, sharding), timeout)
@@ -80,11 +76,6 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
     # Accelerate reads this attribute when it wraps a model. Its constructor does not take it.
     accelerator.ddp_handler = DDPHandler(parallel.ddp_bucket_cap_mb)
     _check_group(accelerator)
-    if accelerator.is_fsdp2 != (sharding is not None):
-        raise UserError(
-            f"accelerate {accelerate_version} did not shard as its config says; "
-            "install accelerate 1.15, or use a DDP config."
-        )
     say("device", _device_line(accelerator, threads, parallel))
     return accelerator
 
@@ -124,17 +115,12 @@ def _world_size() -> int:
 
 def _check_group(accelerator: TrainingAccelerator) -> None:
     """Raise :class:`UserError` unless the process group is the one that the launcher started."""
-    world = _world_size()
-    if accelerator.num_processes != world:
+    group = (accelerator.process_index, accelerator.num_processes)
+    if group != (rank(), _world_size()):
         raise UserError(
-            f"the launcher started {world} processes, but this one is in a group of "
-            f"{accelerator.num_processes}, so each would train alone; "
-            "start with: accelerate launch --multi_gpu --num_processes N, or torchrun."
-        )
-    if accelerator.ranks.rank != rank():
-        raise UserError(
-            f"the environment says RANK={rank()}, but this process is rank "
-            f"{accelerator.ranks.rank} of its group; unset RANK, or start with a launcher."
+            f"this process is rank {group[0]} of {group[1]}, but the environment says RANK "
+            f"{rank()} and WORLD_SIZE {_world_size()}; for one process, unset both; for several, "
+            "use: accelerate launch --multi_gpu --num_processes N, or torchrun."
         )
 
 
@@ -167,11 +153,6 @@ def _device_line(accelerator: Accelerator, threads: int, parallel: ParallelConfi
     )
 
 
-# A run sets this variable if it has set cuBLAS's workspace. A later run of the same process then
-# does not mistake that for the user's choice, and removes it.
-_OWN_WORKSPACE = "LLMTRAIN_OWN_WORKSPACE"
-
-
 def _set_arithmetic(on_gpu: bool, bitwise: bool) -> None:
     """Set the precision of float32 products and the determinism of operations for this run.
 
@@ -184,25 +165,19 @@ def _set_arithmetic(on_gpu: bool, bitwise: bool) -> None:
     # The call imports a compiler, which takes a second or more.
     if torch.are_deterministic_algorithms_enabled() != is_deterministic:
         torch.use_deterministic_algorithms(is_deterministic)
-    if is_deterministic and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+    if is_deterministic:
         # Without a fixed workspace, cuBLAS may choose a different algorithm each time.
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        os.environ[_OWN_WORKSPACE] = "1"
-    elif not is_deterministic and os.environ.pop(_OWN_WORKSPACE, ""):
-        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def use_cpu(is_chosen: bool) -> bool:
+def use_cpu() -> bool:
     """Return whether this process runs on the CPU.
-
-    Args:
-        is_chosen: whether the user chose the CPU.
 
     Raises:
         UserError: if this machine has fewer GPUs than processes.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None or is_chosen:
+    if device is None or is_on("ACCELERATE_USE_CPU"):
         return True
     if device.type == "mps" and _world_size() > 1:
         return True  # the GPUs of Macs cannot form a process group

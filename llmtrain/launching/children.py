@@ -76,19 +76,18 @@ def short_run_flags(steps: int) -> "JsonObject":
     return {"max_steps": steps, "warmup_steps": 0.5, "report_to": "none"}
 
 
-def run_command(command: list[str], on_cpu: bool, **variables: str) -> str:
+def run_command(command: list[str], on_cpu: bool) -> str:
     """Run a command, wait until it ends, and return what it printed on stdout.
 
     Args:
         command: the words of the command.
         on_cpu: use the CPU even if there is a GPU.
-        variables: environment variables to set.
 
     Raises:
         UserError: with the command's own message, if it failed.
     """
     with tempfile.NamedTemporaryFile() as stdout, tempfile.NamedTemporaryFile() as stderr:
-        with start_command(command, on_cpu, stderr, stdout, **variables) as process:
+        with start_command(command, on_cpu, stderr, stdout) as process:
             process.wait()
         if process.returncode:
             raise UserError(failure_message(Path(stderr.name)))

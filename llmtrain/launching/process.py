@@ -20,7 +20,7 @@ from llmtrain.errors import (
     explain,
     print_traceback_with_causes,
 )
-from llmtrain.launching.launch_checks import check_launch
+from llmtrain.launching.launch_request import check_launch
 from llmtrain.launching.launcher import has_launcher, parent_launcher
 from llmtrain.model_folders import limit_hub_waits
 

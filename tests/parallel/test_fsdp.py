@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llmtrain.errors import UserError
-from llmtrain.launching.sharding_request import requested_sharding
+from llmtrain.launching.launch_request import requested_sharding
 from llmtrain.parallel.fsdp import sharding_settings
 from llmtrain.parallel.ranks import Sharding
 
@@ -82,7 +82,7 @@ WITHOUT_FSDP = {"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_PARALLELISM_CONF
         ({"FSDP_TRANSFORMER_CLS_TO_WRAP": "Block"}, "fsdp_transformer_layer_cls_to_wrap"),
         ({"FSDP_RESHARD_AFTER_FORWARD": "FULL_SHARD"}, "FULL_SHARD"),
         ({"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, "checkpointing_offload true"),
-        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use --gradient_checkpointing"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "checkpointing true, .* use false"),
         ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "cp_size 2"),
         (hsdp(2, 3), "2 replicas .* of 3 processes .* 4 processes"),
     ],

@@ -16,8 +16,7 @@ from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import new_folder
 from llmtrain.launching.accelerator import use_cpu
-from llmtrain.launching.launch_checks import check_launch
-from llmtrain.launching.launcher import launched_by
+from llmtrain.launching.launch_request import check_launch
 from llmtrain.locks import file_lock
 from llmtrain.versions import version_of, versions
 
@@ -86,7 +85,7 @@ def _versions() -> Finding:
 def _launch() -> Iterator[Finding]:
     try:
         check_launch()
-        use_cpu(launched_by().on_cpu)
+        use_cpu()
     except UserError as error:
         yield Finding(BAD, "launch", str(error))
 
@@ -191,5 +190,5 @@ def uses_gloo() -> bool:
     They do if they train on the CPU, or if there are too few GPUs for them.
     """
     with contextlib.suppress(UserError):  # it is among the findings
-        return use_cpu(launched_by().on_cpu)
+        return use_cpu()
     return True
