@@ -65,16 +65,17 @@ def test_the_precision_is_that_of_the_flag_or_of_the_launcher_or_fits_the_device
     if launcher is not None:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
 
-    is_sharded = device.startswith("shards")
-    assert start._precision(flag, cpu=device == "a CPU", is_sharded=is_sharded) == precision
-    assert start._precision_remark(flag, precision) == remark
+    chosen = start._choose_precision(
+        flag, cpu=device == "a CPU", is_sharded=device.startswith("shards")
+    )
+    assert chosen == (precision, remark)
 
 
 @pytest.mark.parametrize(
     ("precision", "cpu", "sharding", "bitwise", "named"),
     [
         ("fp8", False, None, False, "the launcher asks for the mixed precision fp8, which is not"),
-        ("fp16", True, None, False, "add --mixed_precision no or bf16 after the recipe"),
+        ("fp16", True, None, False, "add --mixed_precision bf16 or no after the recipe"),
         ("fp16", False, Sharding(1, 2), False, "add --mixed_precision bf16 or no after the recipe"),
         ("no", True, Sharding(1, 2), True, "--bitwise"),
     ],
@@ -194,9 +195,8 @@ def test_plain_python_with_exported_variables_may_start(check: Callable[..., Non
             "--num_processes 2 recipes/gpt.py --run_name 'my run'",
         ),
         ({"WORLD_SIZE": 2}, "unset WORLD_SIZE"),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": 4}, "gradient_accumulation_steps"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "multi_gpu.yaml recipes/gpt.py --run_name 'my run'"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "use_deepspeed true, which is not supported"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "use_megatron_lm true, which is not supported"),
     ],
 )
 def test_a_launch_that_is_not_as_the_user_asked_is_refused_with_what_to_do(

@@ -60,12 +60,12 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
         _keep_freed_memory()
 
     sharding = requested_sharding(world)
-    precision = _precision(parallel.mixed_precision, cpu, is_sharded=sharding is not None)
+    precision, remark = _choose_precision(
+        parallel.mixed_precision, cpu, is_sharded=sharding is not None
+    )
     _check_precision(precision, cpu, sharding=sharding, bitwise=bitwise)
-    if is_on("ACCELERATE_USE_FSDP") and sharding is None:
-        say("sharded", "nothing is sharded or offloaded: each process holds the full model")
 
-    _join_group_after_restart(_backend(cpu, sharding), timeout)
+    _join_group_after_restart("gloo" if cpu else "cuda:nccl,cpu:gloo", timeout)
     accelerator = _make_accelerator(
         cpu=cpu,
         precision=precision,
@@ -76,7 +76,7 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
     # Accelerate reads this attribute when it wraps a model. Its constructor does not take it.
     accelerator.ddp_handler = DDPHandler(parallel.ddp_bucket_cap_mb)
     _check_group(accelerator)
-    say("device", _device_line(accelerator, threads, parallel))
+    say("device", _device_line(accelerator, threads, remark, bitwise))
     return accelerator
 
 
@@ -124,28 +124,25 @@ def _check_group(accelerator: TrainingAccelerator) -> None:
         )
 
 
-def _backend(cpu: bool, sharding: Sharding | None) -> str:
-    """Return the backend of torch.distributed over which the processes communicate."""
-    if cpu:
-        return "gloo"
-    if sharding is not None and sharding.cpu_offload:
-        return "cuda:nccl,cpu:gloo"
-    return "nccl"
+def _device_line(accelerator: Accelerator, threads: int, remark: str, bitwise: bool) -> str:
+    """Return the line of the start-up log with the devices and the precision.
 
-
-def _device_line(accelerator: Accelerator, threads: int, parallel: ParallelConfig) -> str:
-    """Return the line of the start-up log with the devices and the precision."""
+    Args:
+        accelerator: the Accelerator of the run.
+        threads: the threads of each process.
+        remark: what to say after the precision.
+        bitwise: whether the run has ``--bitwise``.
+    """
     world = int(accelerator.num_processes)
     is_cuda = accelerator.device.type == "cuda"
     is_cpu = accelerator.device.type == "cpu"
     device = torch.cuda.get_device_name() if is_cuda else accelerator.device.type
 
     precision = accelerator.mixed_precision
-    remark = _precision_remark(parallel.mixed_precision, precision)
     if is_cpu and precision == "bf16" and not cpu_has_bfloat16():
         remark += ", which this CPU emulates: --mixed_precision no is many times as fast"
     if precision == "no":
-        uses_tf32 = is_cuda and not parallel.bitwise
+        uses_tf32 = is_cuda and not bitwise
         precision = "float32 (products in TF32)" if uses_tf32 else "float32"
     return (
         f"{pluralize(world, 'process')} on {device}, {pluralize(threads, 'thread')} each, "
@@ -214,8 +211,10 @@ def _set_threads(requested: int | None, bitwise: bool) -> int:
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     shared = 1 if bitwise else max(1, cpu_cores() // processes)
-    torch.set_num_threads(requested or shared)
-    return torch.get_num_threads()
+    threads = requested or shared
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # without it, accelerate sets another number
+    return threads
 
 
 # Options of mallopt, from malloc.h of the GNU C library.
@@ -235,51 +234,35 @@ def _keep_freed_memory() -> None:
     mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)  # the heap never shrinks
 
 
-def _launcher_precision() -> str:
-    """Return the mixed precision that the launcher asks for.
+def _choose_precision(requested: str, cpu: bool, is_sharded: bool) -> tuple[str, str]:
+    """Return the mixed precision of a run, and a remark if the user may have meant another.
 
-    It is ``no`` also if the user set none: ``accelerate launch`` then exports that, and replaces
-    the user's own variable by it.
-    """
-    return (os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
-
-
-def _precision(requested: str, cpu: bool, is_sharded: bool) -> str:
-    """Return the mixed precision of a run.
+    The launcher's ``no`` does not count: ``accelerate launch`` also exports it if the user set
+    nothing, or a variable.
 
     Args:
         requested: the value of ``--mixed_precision``.
         cpu: whether the run uses the CPU.
         is_sharded: whether the model is sharded.
     """
+    exported = os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
+    launcher = exported or "no"
     if requested != "auto":
-        return requested
-    if _launcher_precision() != "no":
-        return _launcher_precision()
+        is_another = launcher not in ("no", requested)
+        return requested, f" (the launcher asked for {launcher})" if is_another else ""
+    if launcher != "no":
+        return launcher, ""
 
     if cpu or not torch.cuda.is_available():
-        return "no"
+        return "no", ""
     if torch.cuda.is_bf16_supported(including_emulation=False):
-        return "bf16"
-    return "no" if is_sharded else "fp16"  # sharded models do not support fp16
-
-
-def _precision_remark(requested: str, precision: str) -> str:
-    """Return what the start-up log says after the precision, if the user may have meant another.
-
-    Args:
-        requested: the value of ``--mixed_precision``.
-        precision: the mixed precision of the run.
-    """
-    launcher = _launcher_precision()
-    if requested == "auto" and precision != launcher:
-        remark = "default"
-        if os.environ.get("ACCELERATE_MIXED_PRECISION"):  # it is "no"
-            remark += "; for float32: --mixed_precision no after the recipe"
-        return f" ({remark})"
-    if launcher not in ("no", precision):
-        return f" (the launcher asked for {launcher})"
-    return ""
+        precision = "bf16"
+    elif is_sharded:
+        return "no", ""  # sharded models do not support fp16
+    else:
+        precision = "fp16"
+    advice = "; for float32: --mixed_precision no after the recipe" if exported else ""
+    return precision, f" (default{advice})"
 
 
 def _join_group_after_restart(backend: str, timeout: timedelta) -> None:
@@ -317,14 +300,10 @@ def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwi
             f"the launcher asks for the mixed precision {precision}, which is not supported; "
             "add --mixed_precision bf16 after the recipe."
         )
-    if cpu and precision == "fp16":
-        # Accelerate would accept it, and compute in float32.
+    if precision == "fp16" and (cpu or sharding is not None):
+        # On a CPU, accelerate would accept it, and compute in float32.
         raise UserError(
-            "--mixed_precision fp16 needs a GPU; add --mixed_precision no or bf16 after the recipe."
-        )
-    if sharding is not None and precision == "fp16":
-        raise UserError(
-            "--mixed_precision fp16 is not supported for sharded models; "
+            "--mixed_precision fp16 needs a GPU, and a model that is not sharded; "
             "add --mixed_precision bf16 or no after the recipe."
         )
     if sharding is not None and bitwise:
@@ -337,6 +316,8 @@ def _check_precision(precision: str, cpu: bool, sharding: Sharding | None, bitwi
 def _make_accelerator(
     cpu: bool, precision: str, timeout: timedelta, sharding: Sharding | None, bitwise: bool
 ) -> TrainingAccelerator:
+    # Accelerate would divide the loss by this number.
+    os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
     if sharding is None:
         # Accelerate would shard if the config says so, even for a single process.
         for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):

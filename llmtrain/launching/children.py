@@ -29,25 +29,13 @@ def launcher_command(processes: int, config_file: str | None) -> list[str]:
         config_file: an accelerate config. With one, ``accelerate launch`` starts the processes.
             Without one, ``torchrun`` starts them, or Python itself a single process.
     """
+    launcher: list[str] = []
     if config_file:
-        launcher = [
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            config_file,
-            "--num_processes",
-            str(processes),
-        ]
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", config_file]
+        launcher += ["--num_processes", str(processes)]
     elif processes > 1:
-        launcher = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(processes),
-        ]
-    else:
-        launcher = []
+        launcher = ["-m", "torch.distributed.run", "--standalone"]
+        launcher += ["--nproc-per-node", str(processes)]
     return [sys.executable, *launcher]
 
 

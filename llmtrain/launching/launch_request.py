@@ -14,14 +14,11 @@ from llmtrain.files import shipped_config
 if TYPE_CHECKING:
     from llmtrain.parallel.ranks import Sharding
 
-# What an accelerate config can enable and llmtrain does not support.
-_UNSUPPORTED = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-}
-# The values that the settings of FSDP may have. llmtrain itself finds the blocks in a model, and
-# accelerate's checkpointing would not repeat the same dropout, as --gradient_checkpointing does.
+# The values that some settings of accelerate may have. llmtrain itself finds the blocks in a model.
+# Accelerate's checkpointing would not repeat the same dropout, as --gradient_checkpointing does.
 _SUPPORTED = {
+    "ACCELERATE_USE_DEEPSPEED": ("false",),
+    "ACCELERATE_USE_MEGATRON_LM": ("false",),
     "FSDP_VERSION": ("2",),
     "FSDP_AUTO_WRAP_POLICY": ("", "transformer_based_wrap"),
     "FSDP_TRANSFORMER_CLS_TO_WRAP": ("",),
@@ -46,19 +43,6 @@ def check_launch() -> None:
     recipe = shlex.join(sys.argv)
 
     requested_sharding(processes)
-    for variable, name in _UNSUPPORTED.items():
-        if is_on(variable):
-            raise _config_error(
-                f"enables {name}, which llmtrain does not support; use: accelerate launch "
-                f"--config_file {shlex.quote(str(shipped_config('multi_gpu')))} {recipe}"
-            )
-    accumulation_steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if accumulation_steps not in ("1", ""):
-        raise _config_error(
-            f"sets gradient_accumulation_steps to {accumulation_steps}; leave it out: llmtrain "
-            "derives it from --global_batch_size and --per_device_train_batch_size"
-        )
-
     # Accelerate's launcher always sets the first, and the second if it was asked for several
     # processes.
     is_asked_for_several = {"ACCELERATE_DYNAMO_MODE", "MASTER_ADDR"} <= os.environ.keys()
@@ -89,12 +73,10 @@ def requested_sharding(processes: int) -> "Sharding | None":
         UserError: if the sharding is not supported, or does not fit the number of processes.
     """
     uses_fsdp = is_on("ACCELERATE_USE_FSDP")
-    if not uses_fsdp and not is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        return None
     _check_supported(uses_fsdp)
-    if not uses_fsdp:
+    if not uses_fsdp and is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
         raise _config_error(f"has a parallelism config without FSDP; see {shipped_config('hsdp')}")
-    if processes == 1:
+    if not uses_fsdp or processes == 1:
         return None
 
     replicas = _size("DP_REPLICATE")
@@ -121,7 +103,7 @@ def _check_supported(uses_fsdp: bool) -> None:
         is_unused = variable.startswith("FSDP") and not uses_fsdp
         if is_unused or settings.get(variable, values[0]).lower() in values:
             continue
-        key = variable.lower().removeprefix("parallelism_config_")
+        key = variable.lower().removeprefix("accelerate_").removeprefix("parallelism_config_")
         key = key.replace("transformer_cls", "transformer_layer_cls")
         remedy = f"use {' or '.join(values)}" if values[0] else "leave it out"
         raise _config_error(
