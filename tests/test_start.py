@@ -12,7 +12,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
+from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed import TCPStore
 
 from llmtrain.errors import UserError
@@ -21,6 +23,7 @@ from llmtrain.launching import process
 from llmtrain.launching.launch_request import check_launch
 from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ranks import Sharding
+from tests.launching import accelerate
 
 
 def set_variables(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
@@ -284,6 +287,14 @@ def test_two_processes_use_gpus_if_there_is_one_for_each(
     pretend_devices(monkeypatch, "cuda", count=1)
     with pytest.raises(UserError, match="--num_processes"):
         start.use_cpu()
+
+
+def test_cpu_ddp_hides_the_gpus_from_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [*accelerate("cpu_ddp")[2:], "recipes/gpt.py"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(flags))
+    exported = prepare_multi_gpu_env(arguments)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", exported["CUDA_VISIBLE_DEVICES"])
+    assert torch.cuda._parse_visible_devices() == []
 
 
 # --- the process of a recipe
