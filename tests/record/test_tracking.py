@@ -48,7 +48,7 @@ class FakeTracker(GeneralTracker):
     def log(self, values: dict[str, float], step: int | None = None, **_: object) -> None:
         assert step == values["step"]
         self.before_log(step)
-        self.entries.append(values)
+        self.entries.append(dict(values))
 
     def finish(self) -> None:
         self.finished.set()
@@ -98,6 +98,12 @@ def test_a_step_is_sent_once_with_the_largest_value_of_all_ranks(start) -> None:
     assert math.isnan(entry.pop("train/loss"))
     constants = {"step": 1, "time": 1000.0, "hours": 0.0}
     assert entry == constants | {"memory/cuda": 79.0, "memory/host": 4.0, "eval/loss": 2.0}
+
+    resumed = start(tracker)
+    resumed.write({"step": 2, "time": 9000.0})
+    resumed.close(exit_code=0)
+
+    assert tracker.steps == [1, 2]
 
 
 def test_hours_count_only_the_time_in_which_a_start_was_running(start) -> None:
