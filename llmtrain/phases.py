@@ -96,6 +96,7 @@ class Phases:
             if none does.
         since: when the phase or that method began, in seconds of ``time.monotonic``.
         has_dropped_first_step: whether the second step of this start has begun.
+        recording: a list to which each phase is appended when it begins, if there is one.
     """
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
@@ -107,7 +108,7 @@ class Phases:
         self.since = time.monotonic()
         self.has_dropped_first_step = False
         self._first_step = 0  # steps made before this start
-        self._recording: list[PhaseStart] | None = None
+        self.recording: list[PhaseStart] | None = None
 
         # Since the last call of `read`: seconds of each phase, and the number of steps.
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -115,9 +116,9 @@ class Phases:
         # Phases whose end has not been added to the seconds yet.
         self._starts: deque[PhaseStart] = deque()
 
-        # Every parameter has a hook during the first step. It finds the parameter whose gradient
-        # comes last, which then is the only one with a hook.
-        self._last_parameter: torch.Tensor | None = None
+        # Every parameter has a hook during the first step. It appends the parameter to a list. The
+        # last one is that whose gradient comes last, which then is the only one with a hook.
+        self._with_gradient: list[torch.Tensor] = []
         self._gradient_hooks: list[RemovableHandle] = []
 
     @contextlib.contextmanager
@@ -135,15 +136,14 @@ class Phases:
         ]
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                hook = _on_gradient(parameter, self._remember_last_parameter)
-                self._gradient_hooks.append(hook)
+                self._gradient_hooks.append(_on_gradient(parameter, self._with_gradient.append))
         try:
             yield
         finally:
             for hook in [*pass_hooks, *self._gradient_hooks]:
                 hook.remove()
             self._gradient_hooks.clear()
-            self._last_parameter = None
+            self._with_gradient.clear()
 
     @property
     def is_waiting(self) -> bool:
@@ -167,9 +167,9 @@ class Phases:
             phase: one of :data:`PHASES`, or another phase that is not part of a step.
             step: steps made so far, if their number has changed.
         """
-        if phase == "norm" and self._last_parameter is not None:
-            self._watch_only(self._last_parameter)
-            self._last_parameter = None
+        if phase == "norm" and self._with_gradient:
+            self._watch_only(self._with_gradient[-1])
+            self._with_gradient.clear()
 
         if step is not None:
             self.step = step
@@ -181,20 +181,11 @@ class Phases:
 
         start = PhaseStart(phase, self.clock.now())
         self._starts.append(start)
-        if self._recording is not None:
-            self._recording.append(start)
+        if self.recording is not None:
+            self.recording.append(start)
         self.phase = phase
         self.since = time.monotonic()
         self._add_up()
-
-    def record(self) -> list[PhaseStart]:
-        """Return a list to which each phase is appended, until :meth:`stop_recording`."""
-        self._recording = []
-        return self._recording
-
-    def stop_recording(self) -> None:
-        """Append no more phases to the list that :meth:`record` has returned."""
-        self._recording = None
 
     def read(self) -> dict[str, float]:
         """Return the mean seconds of a step in each phase, since the last call.
@@ -210,9 +201,6 @@ class Phases:
         """Begin ``forward`` or ``backward``, unless the pass is not one of a step's."""
         if self.phase in _PHASES_WITH_PASSES and torch.is_grad_enabled():
             self.begin(phase)
-
-    def _remember_last_parameter(self, parameter: torch.Tensor) -> None:
-        self._last_parameter = parameter
 
     def _watch_only(self, last_parameter: torch.Tensor) -> None:
         """Keep a single hook on the gradients: on the parameter whose gradient comes last."""

@@ -101,7 +101,7 @@ class RecipeLoop(Variant):
             bundle.model, optimizer, *lt.loaders(run)
         )
         engine = make_engine(run, model)
-        self.phases.starts = engine.phases.record()
+        engine.phases.recording = self.phases.starts
         loop = make_loop(run, engine, optimizer, batches)
         self.flops_per_position = loop.throughput.flops_per_token
         self._steps = loop.steps()

@@ -104,11 +104,11 @@ class XRay:
             self._clock_offset = _clock_offset(self.ranks)
             self._bytes_before = _bytes_sent(self.ranks)
             self._zero = self._clock.zero()
-            self._phase_starts = self.phases.record()
+            self.phases.recording = self._phase_starts
             self._is_recording = True
         elif self._is_recording and step == self.steps[-1]:
             self.phases.begin("other")  # ends the phase before it
-            self.phases.stop_recording()
+            self.phases.recording = None
             self._is_recording = False
             self._gather()
 

@@ -143,8 +143,11 @@ def test_the_exchange_begins_with_the_last_gradient_of_a_backward_that_syncs(
     clock: FakeClock,
 ) -> None:
     model = FakeDDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: clock.advance(1.0))
     watched = Phases(CPU, model)
-    starts = watched.record()
+    starts: list[phases.PhaseStart] = []
+    watched.recording = starts
 
     with watched.watching():
         for step in range(2):
@@ -153,9 +156,11 @@ def test_the_exchange_begins_with_the_last_gradient_of_a_backward_that_syncs(
                 watched.begin("count", step)
                 model(torch.ones(1, 2)).sum().backward()
                 watched.begin("norm")
-    watched.stop_recording()
+    watched.recording = None
     watched.begin("other")
 
     without_sync = ["count", "forward", "backward", "norm"]
     with_sync = ["count", "forward", "backward", "exchange", "norm"]
     assert [start.phase for start in starts] == (without_sync + with_sync) * 2
+    backward, exchange, _ = starts[-3:]
+    assert exchange.mark.host - backward.mark.host == 4.0, "of four parameters"
