@@ -64,11 +64,12 @@ docs: $(READY)
 # The proof that a run is the same on any layout: about three minutes on two cores. docs/explanation/layouts.md keeps its table.
 VERIFY := $(BIN)/llmtrain verify layout --steps 20
 SMALL := recipes/gpt.py --n_layer 2 --n_head 2 --n_embd 64 --block_size 64 --eval_fraction 0.005 --dropout 0.1
+TWO_ROWS := $(SMALL) --global_batch_size 8 --per_device_train_batch_size 2
 verify: $(READY)
-	$(VERIFY) --layouts 1x1x8,1x4x2,2x1x4,2x2x2,4x1x2 $(SMALL)
-	$(VERIFY) --layouts 1x1x24,3x2x4 $(SMALL)
-	$(VERIFY) --layouts 1x1x8,1x4x2,2x1x4,2x2x2,4x1x2 --float64 $(SMALL)
-	$(VERIFY) --layouts 1x4x2,2x2x2,4x1x2 $(SMALL) --bitwise
+	$(VERIFY) --layouts 1,2,4 $(TWO_ROWS)
+	$(VERIFY) --layouts 3 $(SMALL) --global_batch_size 24 --per_device_train_batch_size 4
+	$(VERIFY) --layouts 1,2,4 --float64 $(TWO_ROWS)
+	$(VERIFY) --layouts 2,4 $(TWO_ROWS) --bitwise
 .PHONY: verify
 
 # Every lesson, compared with what docs/explanation/ddp.md shows.

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from llmtrain.console import pluralize
 from llmtrain.errors import UserError
 from llmtrain.files import digest
 from llmtrain.json_types import JsonObject
@@ -226,35 +227,6 @@ def _differing_bits(hashes: dict[str, str], other_hashes: dict[str, str]) -> lis
     return sorted(faults, reverse=True)
 
 
-class RequestedLayout(NamedTuple):
-    """A parallel layout as the user writes it, such as ``2`` or ``2x1x4``."""
-
-    processes: int
-    accumulation: int | None = None  # micro-batches of a step; None leaves them to the recipe
-    micro_batch: int | None = None  # rows of a micro-batch; likewise
-
-    @classmethod
-    def parse(cls, text: str) -> "RequestedLayout":
-        match = re.fullmatch(r"([1-9]\d*)(?:x(\d+)x(\d+))?", text.strip())
-        if match is None:
-            raise UserError(f"--layouts {text}: write it as 2 (processes), or as 2x1x4.")
-        return cls(*(int(number) for number in match.groups() if number is not None))
-
-    def __str__(self) -> str:
-        if self.accumulation is not None:
-            return "x".join(str(number) for number in self)
-        if self.processes > 1:
-            return f"{self.processes} processes"
-        return "1 process" if self.micro_batch is None else "1 row at a time"
-
-    @property
-    def global_batch(self) -> int | None:
-        """Rows of the global batch, if the layout determines them."""
-        if self.accumulation is None or self.micro_batch is None:
-            return None
-        return self.processes * self.accumulation * self.micro_batch
-
-
 class Trial:
     """Starts the recipe several times with the same flags.
 
@@ -266,8 +238,11 @@ class Trial:
         steps: steps of each run.
         save_steps: steps between two checkpoints.
 
+    Attributes:
+        layouts: the numbers of processes that the user names.
+
     Raises:
-        UserError: if the layouts do not fit together.
+        UserError: if they are no numbers.
     """
 
     def __init__(
@@ -279,13 +254,12 @@ class Trial:
         config = read_accelerate_config(arguments.config_file) if arguments.config_file else {}
 
         layouts = arguments.layouts or str(max(2, config.get("num_processes", gpu_count())))
-        self.layouts = [RequestedLayout.parse(layout) for layout in layouts.split(",")]
-        if len({layout.global_batch for layout in self.layouts}) > 1:
-            raise UserError(f"--layouts {layouts}: all layouts must have the same global batch.")
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", layouts):
+            raise UserError(f"--layouts {layouts}: write numbers of processes, such as 2,4.")
+        self.layouts = [int(processes) for processes in layouts.split(",")]
 
         # If one layout has more processes than there are GPUs, all of them run on the CPU.
-        most_processes = max(layout.processes for layout in self.layouts)
-        self.on_cpu = has_too_few_gpus(most_processes, arguments.config_file)
+        self.on_cpu = has_too_few_gpus(max(self.layouts), arguments.config_file)
         self._forced_flags: JsonObject = short_run_flags(steps) | {
             "save_steps": save_steps,
             "logging_steps": 1,
@@ -293,25 +267,28 @@ class Trial:
             "resume_from_checkpoint": "auto",
         }
 
-    def run(self, layout: RequestedLayout, folder: str, name: str | None = None) -> FinishedRun:
+    def run(
+        self, processes: int, folder: str, name: str | None = None, micro_batch: int | None = None
+    ) -> FinishedRun:
         """Start the recipe on a layout, and wait until it ends.
 
         Args:
-            layout: the layout.
+            processes: the number of processes.
             folder: the name of the folder of the run.
-            name: what to call the run in messages, if not by its layout.
+            name: what to call the run in messages, if not by its processes.
+            micro_batch: rows of a micro-batch; ``None`` leaves them to the recipe.
 
         Raises:
             UserError: if the recipe failed, with its own message.
         """
+        name = name or pluralize(processes, "process")
         try:
-            run_command(self._command(layout, folder), self.on_cpu)
+            run_command(self._command(processes, folder, micro_batch), self.on_cpu)
         except UserError as error:
-            raise UserError(f"{layout}: {error}") from None
-        is_float64 = self.arguments.float64
-        return FinishedRun(name or str(layout), self.scratch / folder, is_float64=is_float64)
+            raise UserError(f"{name}: {error}") from None
+        return FinishedRun(name, self.scratch / folder, is_float64=self.arguments.float64)
 
-    def run_and_kill(self, layout: RequestedLayout, folder: str, step: int) -> int:
+    def run_and_kill(self, processes: int, folder: str, step: int) -> int:
         """Start the recipe on a layout, and SIGKILL all its processes when it reaches a step.
 
         Returns:
@@ -322,7 +299,7 @@ class Trial:
         """
         import psutil  # noqa: F401 - loaded now, so that the kill need not wait for it
 
-        command = self._command(layout, folder)
+        command = self._command(processes, folder)
         stderr = self.scratch / "killed.err"
         with stderr.open("wb") as file, start_command(command, self.on_cpu, file) as process:
             while self.last_step(folder) < step:
@@ -340,18 +317,14 @@ class Trial:
         entries = read_lines(self.scratch / folder / "metrics.jsonl")
         return int(entries[-1]["step"]) if entries else -1
 
-    def _command(self, layout: RequestedLayout, folder: str) -> list[str]:
+    def _command(self, processes: int, folder: str, micro_batch: int | None = None) -> list[str]:
         recipe = [self.arguments.recipe, *self.arguments.flags]
         if self.arguments.float64:
             script = self.scratch / "in_float64.py"
             script.write_text(_IN_FLOAT64)
             recipe.insert(0, str(script))
 
-        flags: JsonObject = {}
-        if layout.global_batch is not None:
-            flags["global_batch_size"] = layout.global_batch
-        if layout.micro_batch is not None:
-            flags["per_device_train_batch_size"] = layout.micro_batch
-        flags |= self._forced_flags
-        flags["output_dir"] = self.scratch / folder
-        return recipe_command(recipe, flags, layout.processes, self.arguments.config_file)
+        flags: JsonObject = self._forced_flags | {"output_dir": self.scratch / folder}
+        if micro_batch is not None:
+            flags["per_device_train_batch_size"] = micro_batch
+        return recipe_command(recipe, flags, processes, self.arguments.config_file)

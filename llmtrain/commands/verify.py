@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.commands.trial import ComparedRun, FinishedRun, RequestedLayout, Trial
+from llmtrain.commands.trial import ComparedRun, FinishedRun, Trial
+from llmtrain.console import pluralize
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.recipe_arguments import add_recipe_arguments, check_recipe
@@ -34,10 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument(
         "--layouts",
-        metavar="P[xAxM],...",
-        help="layout: numbers of processes, to compare with one process that computes row by row; "
-        "or processes x accumulation x micro-batch, to compare all with the first. "
-        "resume: the layout of the first start, and that of the next start after each kill "
+        metavar="P,...",
+        help="layout: numbers of processes, to compare with one process that computes row by row. "
+        "resume: the processes of the first start, and those of the next start after each kill "
         "(default: the number of processes in the accelerate config, or of GPUs, at least 2)",
     )
     parser.add_argument(
@@ -110,28 +110,21 @@ def _table(result: _Result) -> list[str]:
 
 def _verify_layouts(trial: Trial) -> _Result:
     """Run the recipe on each layout, and compare the runs with the reference."""
-    layouts = trial.layouts
-    has_micro_batches = layouts[0].micro_batch is not None
-    if has_micro_batches and len(layouts) == 1:
-        raise UserError(
-            f"--layouts {layouts[0]}: name at least two layouts; all are compared with the first."
-        )
-
     outcomes = []
     failures = []
-    for i, layout in enumerate(layouts[has_micro_batches:], start=1):
+    for i, processes in enumerate(trial.layouts, start=1):
         try:
-            outcomes.append(trial.run(layout, str(i)))
+            outcomes.append(trial.run(processes, str(i)))
         except UserError as error:  # raised below if the reference fails, too
             failures.append(str(error))
 
     # The reference has other micro-batches than the layouts. With the same ones, a mean of the
     # ranks' means would look right. But with --bitwise, results depend on the micro-batch.
     is_bitwise = any(outcome.has("bitwise") for outcome in outcomes)
-    reference_layout = RequestedLayout(processes=1, micro_batch=None if is_bitwise else 1)
-    if has_micro_batches:
-        reference_layout = layouts[0]
-    reference = trial.run(reference_layout, "0")
+    if is_bitwise:
+        reference = trial.run(1, "0")
+    else:
+        reference = trial.run(1, "0", name="1 row at a time", micro_batch=1)
     return _Result(
         reference=reference,
         comparisons=[reference.compare(outcome, same_bits=is_bitwise) for outcome in outcomes],
@@ -149,14 +142,15 @@ def _verify_resume(trial: Trial, save_steps: int) -> _Result:
     layouts = trial.layouts if len(trial.layouts) > 1 else trial.layouts * 2
     starts = []
     share = trial.steps // len(layouts)
-    for i, layout in enumerate(layouts[:-1]):
+    for i, processes in enumerate(layouts[:-1]):
         end_of_share = trial.steps * (i + 1) // len(layouts)
         earliest = max(save_steps + 1, end_of_share - share, trial.last_step("killed") + 1)
         step = random.SystemRandom().randint(earliest, max(earliest, end_of_share - 1))
-        reached = trial.run_and_kill(layout, "killed", step)
-        starts.append(f"{layout}, killed after step {reached}")
+        reached = trial.run_and_kill(processes, "killed", step)
+        starts.append(f"{pluralize(processes, 'process')}, killed after step {reached}")
     resumed = trial.run(layouts[-1], "killed", name="killed, resumed")
-    history = ["; ".join([*starts, f"{layouts[-1]} to the end, step {trial.steps}"])]
+    starts.append(f"{pluralize(layouts[-1], 'process')} to the end, step {trial.steps}")
+    history = ["; ".join(starts)]
 
     failures = [
         f"start {number} began at step 0"

@@ -31,7 +31,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # --- layouts
-# A layout is the number of processes x micro-batches x pairs.
+
+MICRO_BATCHES = "--global_batch_size 8 --per_device_train_batch_size 2"
 
 
 def verify(how: str, flags: str, pairs: Path, recipe: str = PREFERENCE, planted: str = "") -> Ended:
@@ -47,14 +48,15 @@ def verify(how: str, flags: str, pairs: Path, recipe: str = PREFERENCE, planted:
 @long_form
 @pytest.mark.parametrize("loss", ["kto", "ipo sft"])
 def test_pairs_of_any_length_make_the_same_run_on_any_layout(loss: str, pairs: Path) -> None:
-    how = "layout --layouts 1x1x8,2x2x2 --steps 3"
-    verify(how, f"--loss_type {loss}", pairs).assert_ok()
+    how = "layout --layouts 1,2 --steps 3"
+    verify(how, f"--loss_type {loss} {MICRO_BATCHES}", pairs).assert_ok()
 
 
 @long_form
 def test_a_bitwise_run_has_the_same_bits_on_any_layout(pairs: Path) -> None:
-    how = "layout --layouts 1x8x1,4x2x1 --steps 3"
-    ended = verify(how, "--loss_type kto --bitwise", pairs).assert_ok()
+    how = "layout --layouts 4 --steps 3"
+    flags = "--loss_type kto --bitwise --global_batch_size 8 --per_device_train_batch_size 1"
+    ended = verify(how, flags, pairs).assert_ok()
 
     _, *rows, verdict = ended.out.splitlines()
     assert verdict.startswith("passed")
@@ -74,7 +76,7 @@ def test_a_killed_run_with_a_baseline_resumes_with_the_same_bits(pairs: Path) ->
         (
             "a pair split over two processes",
             "sigmoid",
-            "2x2x2: different number of target tokens from step 1 on",
+            "2 processes: different number of target tokens from step 1 on",
         ),
         ("a baseline of each process", "kto", "loss differs by"),
     ],
@@ -82,8 +84,9 @@ def test_a_killed_run_with_a_baseline_resumes_with_the_same_bits(pairs: Path) ->
 def test_verify_finds_a_planted_bug_and_names_its_effect(
     bug: str, loss: str, message: str, pairs: Path
 ) -> None:
-    how = "layout --layouts 1x1x8,2x2x2 --steps 6"
-    ended = verify(how, f"--loss_type {loss}", pairs, "tests/system/planted.py", planted=bug)
+    how = "layout --layouts 2 --steps 6"
+    flags = f"--loss_type {loss} {MICRO_BATCHES}"
+    ended = verify(how, flags, pairs, "tests/system/planted.py", planted=bug)
 
     assert ended.status == 1, ended.out + ended.err
     assert message in ended.out
