@@ -163,11 +163,6 @@ MEASURED = [
     Measured("Llama 8B", "LoRA", recomputes=True, gib=20.2, tokens_per_second=7_800),
 ]
 
-# Bytes of a weight of a linear layer in NF4 with double quantisation (bitsandbytes): half a byte,
-# a scale of one byte for 64 weights, and four bytes for 256 scales.
-_NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-_BF16_BYTES = 2
-
 
 # --- planned cells
 
@@ -185,8 +180,9 @@ def planned_lines(model: str, methods: Sequence[str] = tuple(METHODS)) -> list[s
                 memories[method.is_lora],
                 optim=method.optim,
                 has_bf16_weights=method.has_bf16_weights,
+                has_4bit_base=method.has_4_bits,
             )
-            lines.append(_line([name, *(_cell(memory, size, method) for size in CARDS)]))
+            lines.append(_line([name, *(_cell(memory, size) for size in CARDS)]))
     return lines
 
 
@@ -206,18 +202,16 @@ def _run_flags(folder: Path) -> str:
     )
 
 
-def _cell(memory: Memory, size: str, method: Method) -> str:
+def _cell(memory: Memory, size: str) -> str:
     """Return the first way in which a method fits a card, or the least memory that it needs."""
-    saved = bytes_saved_by_4_bits(memory) if method.has_4_bits else 0.0
     limit = size_bytes(size) * (1 - RESERVED_MEMORY)
     totals = []
     for rows in (ROWS, 1):
         accumulation = ROWS // rows
         every = least_recomputation(
-            memory, ONE_PROCESS, rows=rows, accumulation=accumulation, device_bytes=limit + saved
+            memory, ONE_PROCESS, rows=rows, accumulation=accumulation, device_bytes=limit
         ).every
-        planned = memory.bytes_of(ONE_PROCESS, rows, accumulation=accumulation, every=every)
-        total = planned.total - saved
+        total = memory.bytes_of(ONE_PROCESS, rows, accumulation=accumulation, every=every).total
         totals.append(total)
         if total <= limit:
             break
@@ -249,16 +243,6 @@ def _tokens_per_second(memory: Memory, card: str, *, rows: int, every: int) -> f
         recomputed_share=recomputed_share(memory.activations(rows, False, every).blocks, every),
     )
     return float(f"{ROWS * TOKENS / step.total:.3g}")
-
-
-def bytes_saved_by_4_bits(memory: Memory) -> float:
-    """Return by how much the peak is lower if the linear layers of a LoRA base have 4 bits.
-
-    One of them at a time is in bfloat16, when it is used.
-    """
-    matrices = [p for p in memory.parameters if ".base_layer.weight" in p.name]
-    saved = sum(p.numel() * (p.element_bytes - _NF4_BYTES) for p in matrices)
-    return saved - max(p.numel() for p in matrices) * _BF16_BYTES
 
 
 # --- measured runs

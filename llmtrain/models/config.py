@@ -222,9 +222,8 @@ class ModelConfig(Config):
             raise UserError(
                 f"--freeze '{self.freeze}' is not a regular expression: {error}."
             ) from None
-        for name in ("continue_adapter", "load_in_4bit"):
-            if getattr(self, name) and not self.model_name_or_path:
-                raise UserError(f"--{name} needs --model_name_or_path: name the weights to use.")
+        if self.continue_adapter and not self.model_name_or_path:
+            raise UserError("--continue_adapter needs --model_name_or_path: name the adapter.")
         parse_overrides(self.config_overrides or "")
         if self.config_overrides and self.model_name_or_path:
             raise UserError(

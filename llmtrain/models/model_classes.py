@@ -26,6 +26,7 @@ from llmtrain.models.hub_models import (
     without_weights,
 )
 from llmtrain.models.weight_loading import stored_tensors, tied_but_different
+from llmtrain.planning import current_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -81,7 +82,9 @@ def build_model(
                 f"positions; use --max_length {positions} or less."
             )
         is_quantized = getattr(model_config, "quantization_config", None) is not None
-        if name is not None and (config.load_in_4bit or is_quantized):
+        # A plan has no weights to quantize, and counts those of a model in full precision.
+        loads_in_4bit = config.load_in_4bit and current_plan() is None
+        if name is not None and (loads_in_4bit or is_quantized):
             if is_reward_model:
                 raise UserError(
                     "--loss_type reward cannot train quantized weights; name a model that is not "

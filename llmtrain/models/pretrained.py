@@ -48,6 +48,7 @@ from llmtrain.models.text_tower import (
     stored_base_tensors,
 )
 from llmtrain.models.weight_loading import InitialWeights
+from llmtrain.planning import current_plan
 from llmtrain.seeds import seed_of
 
 if TYPE_CHECKING:
@@ -287,7 +288,7 @@ def _check_flags(config: ModelConfig, lora: LoraConfig | None) -> None:
             "rank and modules; leave one of them out."
         )
     has_lora = lora is not None and lora.lora_r > 0
-    if has_lora and name is None:
+    if has_lora and name is None and current_plan() is None:
         raise UserError(
             "--lora_r needs --model_name_or_path: an adapter of random weights would be of no use."
         )

@@ -33,6 +33,9 @@ from llmtrain.training.recipe_model import RecipeModel
 
 FLOAT32_BYTES = 4
 BF16_BYTES = 2
+# Of a weight in NF4 with double quantization (Dettmers et al. 2023, arXiv:2305.14314): half a byte,
+# a scale of one byte for 64 weights, and four bytes for 256 scales.
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 class LocalParameter(NamedTuple):
@@ -51,7 +54,7 @@ class LocalParameter(NamedTuple):
     name: str
     rows: int
     row_numel: int
-    element_bytes: int
+    element_bytes: float
     is_trained: bool
     is_muon: bool = False
     state: Mapping[str, torch.Tensor] = MappingProxyType({})
@@ -87,7 +90,7 @@ class UnitBytes(NamedTuple):
     stays_gathered: bool
 
     @property
-    def weights(self) -> int:
+    def weights(self) -> float:
         """Bytes of the full weights, as FSDP2 gathers them."""
         return sum(
             p.numel() * (BF16_BYTES if self.is_bf16 else p.element_bytes) for p in self.parameters
@@ -134,6 +137,7 @@ class Memory:
         has_bf16_weights: whether the trained weights are in bfloat16.
         reduces_once: whether gradients accumulate over the micro-batches of a step, and are reduced
             after the last one. With ``--sync_each_batch`` they are reduced after each one.
+        has_4bit_base: whether the frozen matrices next to those of LoRA are in 4 bits.
         counted: the activations of micro-batches that were counted, which takes a second.
     """
 
@@ -142,6 +146,7 @@ class Memory:
     optim: str
     has_bf16_weights: bool
     reduces_once: bool
+    has_4bit_base: bool = False
     counted: dict[MicroBatch, ActivationBytes] = field(default_factory=dict)
 
     @classmethod
@@ -154,6 +159,7 @@ class Memory:
             optim=settings.optim.optim,
             has_bf16_weights=settings.optim.trained_dtype == "bfloat16",
             reduces_once=not settings.parallel.sync_each_batch,
+            has_4bit_base=value_of(settings, "load_in_4bit", default=False),
         )
 
     @property
@@ -189,13 +195,14 @@ class Memory:
             weights = torch.empty(p.shape, dtype=dtype, device="meta")
             is_muon = id(p) in muon_ids
             initial_state = Muon.initial_state if is_muon else self.optimizer.initial_state
+            is_in_4bit = self.has_4bit_base and name.endswith(".base_layer.weight")
             rows, *row_shape = p.shape or [1]
             parameters.append(
                 LocalParameter(
                     name=name,
                     rows=rows,
                     row_numel=math.prod(row_shape),
-                    element_bytes=weights.element_size(),
+                    element_bytes=NF4_BYTES if is_in_4bit else weights.element_size(),
                     is_trained=p.requires_grad,
                     is_muon=is_muon,
                     state=initial_state(weights) if p.requires_grad else {},
@@ -322,6 +329,11 @@ class Memory:
         elif is_ddp and adds_up:
             # Gradients that add up over micro-batches need memory besides the buckets.
             buckets = buckets_in_backward = gradients
+
+        # One matrix in 4 bits at a time is in bfloat16, when it is used.
+        in_4bit = [p.numel() for p in self.parameters if p.element_bytes == NF4_BYTES]
+        buckets += BF16_BYTES * max(in_4bit, default=0)
+        buckets_in_backward += BF16_BYTES * max(in_4bit, default=0)
 
         # The gradients of earlier micro-batches are there when the last one begins. DDP keeps its
         # buckets, in which gradients live, from step to step.

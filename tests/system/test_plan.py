@@ -193,6 +193,29 @@ def test_a_model_of_transformers_is_planned_from_its_configuration(
     assert fsdp2["bytes"]["weights"] == pytest.approx(half_of_the_weights, rel=0.01)
 
 
+def test_a_base_in_4_bits_is_planned_without_its_weights_and_without_a_gpu(
+    text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every linear layer but the head has half a byte for a weight, and scales (bitsandbytes)."""
+    flags = shlex.split(f"--dataset {text_file} --lora_r 4 --device h100-80gb --processes 2")
+
+    [full, _] = planned(capsys, [FINETUNE, *SMALL_LLAMA, *flags])["layouts"]
+    plan = planned(capsys, [FINETUNE, *SMALL_LLAMA, *flags, "--load_in_4bit"])
+
+    [in_4_bits] = plan["layouts"]
+    assert plan["left_out"] == ["FSDP2: --load_in_4bit weights cannot be sharded"]
+    recipe = build_recipe_model(FINETUNE, [*SMALL_LLAMA, *flags[:4]], "bf16")
+    linear = [
+        module.base_layer
+        for module in recipe.model.modules()
+        if isinstance(getattr(module, "base_layer", None), torch.nn.Linear)
+    ]
+    count = sum(layer.weight.numel() for layer in linear)
+    assert len(linear) == 2 * 7
+    saved = full["bytes"]["weights"] - in_4_bits["bytes"]["weights"]
+    assert saved == pytest.approx(count * (4 - 0.5 - 1 / 64 - 4 / (64 * 256)))
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

@@ -176,7 +176,7 @@ def _candidates(
 def _can_be_sharded(memory: Memory) -> bool:
     """Return whether FSDP2 can shard a model."""
     try:
-        return bool(memory.units)
+        return bool(memory.units) and not memory.has_4bit_base
     except UserError:  # a model without blocks
         return False
 

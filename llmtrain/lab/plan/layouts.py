@@ -149,6 +149,8 @@ def plan_layout(
         rows: the size of the micro-batch. It divides the rows of a process.
         every: which blocks compute their activations again, as in :meth:`Memory.activations`.
     """
+    if sharding.is_sharded and memory.has_4bit_base:
+        raise UserError("--load_in_4bit weights cannot be sharded")
     accumulation = rows_of_process(memory, sharding.processes) // rows
     layout = PlannedLayout(
         name=name,

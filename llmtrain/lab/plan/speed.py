@@ -142,7 +142,7 @@ def estimate_compute(memory: Memory, device: Device, mfu: float) -> Compute | No
     forward = row / 3
 
     trained = [parameter for parameter in memory.parameters if parameter.is_trained]
-    optimizer_bytes = 0
+    optimizer_bytes = 0.0
     for p in trained:
         if p.is_muon or not (memory.has_bf16_weights or memory.optimizer.has_chunks):
             # It reads each weight, its gradient and its states, and writes all but the gradient.
