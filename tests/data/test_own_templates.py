@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from llmtrain.commands.row_text import QUOTES
 from llmtrain.data.formats import Conversation
 from llmtrain.data.messages import BadRecord, Message
 from llmtrain.data.render import Renderer, TokenSequence
@@ -94,7 +93,7 @@ def shown(sequence: TokenSequence, tokenizer: PreTrainedTokenizerFast) -> str:
     tokens = zip(sequence.loss_mask.tolist(), ids.tolist(), strict=True)
     for is_target, run in itertools.groupby(tokens, key=lambda token: token[0]):
         piece = tokenizer.decode([id for _, id in run])
-        text += QUOTES.format(piece) if is_target else piece
+        text += f"\u2039{piece}\u203a" if is_target else piece
     return f"{len(ids)} tokens, {added} added, crc {digest:08x}: {text}"
 
 
