@@ -15,14 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from errno import EACCES, EBADF, EINVAL, EISDIR, ENOSYS, ENOTSUP, EOPNOTSUPP
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import Any, TypeAlias, TypedDict, TypeVar
 
 from llmtrain.errors import UserError, first_line
 
-if TYPE_CHECKING:
-    from llmtrain.json_types import JsonObject
-
 T = TypeVar("T")
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+# A JSON object, such as an entry of run.json. Its reader knows the keys.
+JsonObject: TypeAlias = dict[str, Any]
 
 _BLOCK_BYTES = 1 << 24  # a file is hashed and written in blocks of this size
 RETRY_PAUSES = (0.5, 1.0, 2.0)  # seconds between the attempts to read from a disk that fails
@@ -163,12 +163,12 @@ def json_text(content: object, indent: int | None = None, **options: Any) -> str
         return json.dumps(finite, indent=indent, **options)
 
 
-def digest(content: "JsonObject") -> str:
+def digest(content: JsonObject) -> str:
     """Return the sha256 of a JSON object, in hexadecimal digits, whatever the order of its keys."""
     return hashlib.sha256(json_text(content, sort_keys=True).encode()).hexdigest()
 
 
-def append_json_line(path: Path, content: "JsonObject") -> None:
+def append_json_line(path: Path, content: JsonObject) -> None:
     """Append one line of JSON to a file; see :func:`json_text`.
 
     Raises:
@@ -214,7 +214,7 @@ def read_patiently(path: Path, read: Callable[[], T]) -> T:
     )
 
 
-def read_object(path: Path) -> "JsonObject":
+def read_object(path: Path) -> JsonObject:
     """Return the JSON object in a file, or an empty one if the file is absent or has no object.
 
     Raises:
@@ -242,18 +242,18 @@ def names_in(folder: Path) -> list[str] | None:
         return None
 
 
-def write_sealed(path: Path, content: "JsonObject") -> None:
+def write_sealed(path: Path, content: JsonObject) -> None:
     """Replace a file by a JSON object and its digest, which :func:`read_sealed` checks."""
     write_json(path, {**content, "sha256": digest(content)}, durable=False)
 
 
-def read_sealed(path: Path) -> "JsonObject":
+def read_sealed(path: Path) -> JsonObject:
     """Return an object that :func:`write_sealed` wrote, or an empty one if it is damaged."""
     content = read_object(path)
     return content if content.pop("sha256", None) == digest(content) else {}
 
 
-def json_lines(path: Path) -> "list[JsonObject]":
+def json_lines(path: Path) -> list[JsonObject]:
     """Return the objects of a JSON-lines file that have a ``step``.
 
     Lines that cannot be parsed are left out: a crash may have left half a line, and a damaged disk

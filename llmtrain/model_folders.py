@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from llmtrain.errors import UserError, as_user_error, first_line, short_repr
-from llmtrain.files import local_path, read_object
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, local_path, read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

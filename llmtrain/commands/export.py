@@ -4,8 +4,7 @@ import argparse
 from pathlib import Path
 
 from llmtrain.console import printable
-from llmtrain.files import json_text, local_path
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, json_text, local_path
 
 EXAMPLES = (
     "llmtrain export runs/gpt --to model",

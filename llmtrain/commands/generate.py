@@ -19,7 +19,7 @@ from llmtrain.files import json_text
 if TYPE_CHECKING:
     from llmtrain.data.formats import Conversation
     from llmtrain.data.prompts import Prompts
-    from llmtrain.json_types import JsonObject
+    from llmtrain.files import JsonObject
     from llmtrain.models.generation import Sampling, TextModel
 
 EXAMPLES = (

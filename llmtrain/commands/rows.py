@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from llmtrain.commands.row_text import row_text
 from llmtrain.console import labelled
 from llmtrain.errors import UserError
-from llmtrain.files import cache_folder, json_text
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, cache_folder, json_text
 from llmtrain.recipe_arguments import add_recipe_arguments, check_recipe
 from llmtrain.record.history import History, is_run
 

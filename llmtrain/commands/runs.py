@@ -14,8 +14,7 @@ from pathlib import Path
 
 from llmtrain.console import duration_text, note, printable, say, size_text
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import UnreadableError, json_text
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, UnreadableError, json_text
 from llmtrain.record.history import History, is_run, runs_in
 
 EXAMPLES = (

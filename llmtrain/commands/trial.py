@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from llmtrain.console import pluralize
 from llmtrain.errors import UserError
-from llmtrain.files import digest
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, digest
 from llmtrain.launching.children import (
     failure_message,
     gpu_count,

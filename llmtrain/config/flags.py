@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from llmtrain.config.parser import Parser
 from llmtrain.console import say
 from llmtrain.errors import UserError
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject
 from llmtrain.redaction import redacted
 
 COMMAND_LINE = "command line"  # the origin of a flag that is not from a file

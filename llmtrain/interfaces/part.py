@@ -16,9 +16,8 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import json_text
+from llmtrain.files import JsonObject, json_text
 from llmtrain.interfaces.batches import Batch
-from llmtrain.json_types import JsonObject
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from :data:`METADATA`, which says the same about the rest of a run's record.
 
 import re
 
-from llmtrain.json_types import Json, JsonObject
+from llmtrain.files import Json, JsonObject
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import (
     NO_TOLERANCE,

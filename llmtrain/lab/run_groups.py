@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmtrain.errors import UserError
-from llmtrain.files import json_text
-from llmtrain.json_types import Json, JsonObject
+from llmtrain.files import Json, JsonObject, json_text
 from llmtrain.lab.identity import (
     METADATA,
     compared_settings,

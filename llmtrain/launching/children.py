@@ -16,7 +16,7 @@ from llmtrain.errors import UserError, first_line
 from llmtrain.record.stopping import stop_signals
 
 if TYPE_CHECKING:
-    from llmtrain.json_types import JsonObject
+    from llmtrain.files import JsonObject
 
 Output: TypeAlias = "int | IO[bytes] | IO[str] | None"
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, as_user_error, first_line
-from llmtrain.files import digest, new_folder, read_hashed, read_object, write_json
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, digest, new_folder, read_hashed, read_object, write_json
 from llmtrain.locks import file_lock
 from llmtrain.model_folders import (
     ADAPTER_WEIGHTS,

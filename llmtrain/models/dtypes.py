@@ -11,8 +11,7 @@ from safetensors import safe_open
 from torch import nn
 
 from llmtrain.errors import UserError, as_user_error, first_line
-from llmtrain.files import read_object
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, read_object
 from llmtrain.model_folders import weight_files
 
 # The dtypes that a finished model may have, by the names of the flags and of config.json.

@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from torch import Size, Tensor, nn
 
 from llmtrain.errors import UserError, as_user_error, first_line
-from llmtrain.files import read_object, write_json
+from llmtrain.files import JsonObject, read_object, write_json
 from llmtrain.interfaces.model import TensorConverter
-from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import as_token_ids, is_adapter, weight_files
 from llmtrain.models.dtypes import DTYPES, StoredDtypes, check_range, with_dtype
 from llmtrain.models.hub_models import causal_lm_classes

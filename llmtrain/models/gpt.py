@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from llmtrain.files import JsonObject
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model import ModelBundle
-from llmtrain.json_types import JsonObject
 from llmtrain.models.attention import causal_attention
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.documents import Documents

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from llmtrain.errors import as_user_error
-from llmtrain.files import hashes_of, read_object
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, hashes_of, read_object
 from llmtrain.model_folders import (
     ADAPTER_WEIGHTS,
     DATA_ONLY,

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.errors import UserError
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject
 from llmtrain.models.attention import causal_attention
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.documents import Documents, convolve

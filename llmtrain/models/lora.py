@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import write_json
+from llmtrain.files import JsonObject, write_json
 from llmtrain.interfaces.model import Weights
-from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import ADAPTER_WEIGHTS
 from llmtrain.models.dtypes import cast_weights
 from llmtrain.models.export import ModelFiles, auto_class_of, gives_scores

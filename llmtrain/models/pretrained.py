@@ -16,10 +16,10 @@ from torch import nn
 
 from llmtrain.console import say
 from llmtrain.errors import UserError
+from llmtrain.files import JsonObject
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model import ModelBundle, Weights
 from llmtrain.interfaces.objective import Objective
-from llmtrain.json_types import JsonObject
 from llmtrain.model_folders import as_token_ids, vocabulary_of
 from llmtrain.models.adapters import (
     adapter_origin,

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from llmtrain.console import pluralize, say
 from llmtrain.errors import UserError, as_user_error
-from llmtrain.files import read_object, write_json
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, read_object, write_json
 from llmtrain.model_folders import weight_files
 from llmtrain.models.hub_models import local_folder, origin_of
 from llmtrain.models.weight_loading import COMPUTED_BUFFERS, stored_tensors

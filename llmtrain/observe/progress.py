@@ -10,9 +10,9 @@ from typing import Any
 from tqdm import tqdm
 
 from llmtrain.console import can_show_bars, write_line
+from llmtrain.files import JsonObject
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
-from llmtrain.json_types import JsonObject
 
 # How the line of an evaluation shows each metric. Custom metrics follow, by their own names.
 _EVAL_FORMATS = {

@@ -18,8 +18,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 
 from llmtrain.console import say
-from llmtrain.files import write_json
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, write_json
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.phase_names import PHASES
 from llmtrain.phases import Mark, Phases, PhaseStart

@@ -28,6 +28,7 @@ from llmtrain.console import note, say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import (
     ABSENCES,
+    JsonObject,
     UnreadableError,
     damaged_files,
     names_in,
@@ -35,7 +36,6 @@ from llmtrain.files import (
     read_patiently,
     temporary_sibling,
 )
-from llmtrain.json_types import JsonObject
 from llmtrain.record.history import candidate_folders
 from llmtrain.record.run_record import VERSION_KEY, check_not_newer, check_resumable
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from llmtrain.errors import UserError
 from llmtrain.files import (
+    JsonObject,
     append_json_line,
     copy_lines_up_to,
     read_object,
     sync,
     write_json,
 )
-from llmtrain.json_types import JsonObject
 from llmtrain.redaction import redacted
 
 # Files with a line for each step or evaluation. A resumed run drops the lines of steps it repeats.

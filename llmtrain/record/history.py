@@ -18,7 +18,7 @@ from llmtrain.files import json_lines, names_in, read_object
 from llmtrain.record.run_record import read_versioned, start_times
 
 if TYPE_CHECKING:
-    from llmtrain.json_types import JsonObject
+    from llmtrain.files import JsonObject
 
 
 class History(NamedTuple):

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import digest, json_text, names_in, read_object
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, digest, json_text, names_in, read_object
 from llmtrain.locks import file_lock
 from llmtrain.record import checkpoint
 from llmtrain.record.history import candidate_folders, is_free, seconds_of

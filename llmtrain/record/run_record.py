@@ -23,7 +23,7 @@ from llmtrain.versions import versions
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from llmtrain.json_types import JsonObject
+    from llmtrain.files import JsonObject
     from llmtrain.parallel.ranks import Team
 
 # The version of run.json, state.json and MANIFEST.json. Raise it when a reader must change.

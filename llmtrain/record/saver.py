@@ -15,6 +15,7 @@ from llmtrain.console import size_text
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import (
     Hashed,
+    JsonObject,
     errors_name,
     json_text,
     new_folder,
@@ -26,7 +27,6 @@ from llmtrain.files import (
     write_json,
 )
 from llmtrain.interfaces.model import ModelFormat, TensorConverter
-from llmtrain.json_types import JsonObject
 from llmtrain.parallel.ranks import THIS_RANK, Team
 from llmtrain.parallel.shards import meta_like
 from llmtrain.record.checkpoint import MANIFEST, STRUCTURE, file_names, path_of, prune

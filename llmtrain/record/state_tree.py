@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from llmtrain.errors import UserError
-from llmtrain.json_types import Json, JsonObject
+from llmtrain.files import Json, JsonObject
 from llmtrain.record.tensor_files import STORABLE_DTYPES
 
 _TENSOR_TYPES = (torch.Tensor, nn.Parameter, DTensor)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from llmtrain.errors import UserError
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
 _REPEAT_SECONDS = 3.0  # a second signal within this time after the first one is ignored

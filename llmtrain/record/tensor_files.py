@@ -16,9 +16,8 @@ import torch
 from accelerate.utils import broadcast
 from safetensors import safe_open
 
-from llmtrain.files import Hashed, errors_name, json_text, write_hashed
+from llmtrain.files import Hashed, JsonObject, errors_name, json_text, write_hashed
 from llmtrain.interfaces.model import TensorConverter
-from llmtrain.json_types import JsonObject
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import gather_to, meta_like
 

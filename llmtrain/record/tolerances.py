@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
-from llmtrain.json_types import Json
+from llmtrain.files import Json
 from llmtrain.record.history import History, read_lines
 
 Series: TypeAlias = Mapping[int, Json]  # the values of one quantity by step

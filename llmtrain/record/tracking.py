@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 
 from llmtrain.console import note
-from llmtrain.files import append_json_line
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, append_json_line
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.record.trackers.tracker import TrackedRun, Tracker
 from llmtrain.record.trackers.weights_and_biases import WeightsAndBiases, wants_model

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from llmtrain.files import JsonObject
 from llmtrain.interfaces.model import RecomputesBlocks, block_classes
 from llmtrain.interfaces.objective import Objective
-from llmtrain.json_types import JsonObject
 from llmtrain.models import attention_cpu, loss
 from llmtrain.models.gpt import GPT, LayerNorm
 

@@ -12,7 +12,7 @@ from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject
 from llmtrain.training.settings import OptimConfig, Settings
 
 # The share of a run that its warmup takes if the recipe's own warmup is too long for it.

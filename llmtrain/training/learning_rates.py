@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from llmtrain.errors import UserError, short_repr
-from llmtrain.files import digest
+from llmtrain.files import JsonObject, digest
 from llmtrain.interfaces.part import Schedule, ScheduleFunction, accepts, name_of
-from llmtrain.json_types import JsonObject
 from llmtrain.training.settings import OptimConfig
 
 # Decimals of a share, and digits of a peak, that make another run. The mathematical libraries of

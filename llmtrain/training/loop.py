@@ -15,10 +15,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from llmtrain.errors import UserError, short_repr
+from llmtrain.files import JsonObject
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StopVote
 from llmtrain.interfaces.part import name_of
-from llmtrain.json_types import JsonObject
 from llmtrain.launching.process import restore_garbage_collection
 from llmtrain.observe.throughput import Throughput
 from llmtrain.parallel.engine import Engine, check_denominator

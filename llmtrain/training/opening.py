@@ -15,10 +15,10 @@ from llmtrain.config.flags import resolved, settings_fingerprint
 from llmtrain.console import check_interrupt, say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
+from llmtrain.files import JsonObject
 from llmtrain.interfaces.callback import Callback
 from llmtrain.interfaces.model import ModelBundle
 from llmtrain.interfaces.part import Metric, MetricFunction, Schedule, ScheduleFunction
-from llmtrain.json_types import JsonObject
 from llmtrain.launching.process import check_first_run, leave_group, seconds_since_start
 from llmtrain.parallel.placement import parameter_counts
 from llmtrain.parallel.ranks import Ranks, ranks_of

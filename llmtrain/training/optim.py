@@ -10,7 +10,7 @@ from torch import nn
 
 from llmtrain.console import note
 from llmtrain.errors import UserError
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject
 from llmtrain.models.gpt import Projection
 from llmtrain.parallel.ranks import TrainingAccelerator, ranks_of
 from llmtrain.training.adamw import (

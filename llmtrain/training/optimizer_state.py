@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, short_repr
+from llmtrain.files import Json, JsonObject
 from llmtrain.interfaces.model import Weights
-from llmtrain.json_types import Json, JsonObject
 from llmtrain.parallel.shards import distribute, filled_like, sharded_dim
 from llmtrain.record.state_tree import FlatState, flatten, unflatten
 from llmtrain.training.parts import UNRECORDED_KEYS, description, group_settings

@@ -11,6 +11,7 @@ from torch import nn
 
 from llmtrain.console import note, pluralize
 from llmtrain.errors import UserError, short_repr
+from llmtrain.files import JsonObject
 from llmtrain.interfaces.callback import Callback
 from llmtrain.interfaces.objective import Objective
 from llmtrain.interfaces.part import (
@@ -23,7 +24,6 @@ from llmtrain.interfaces.part import (
     name_of,
     settings_of,
 )
-from llmtrain.json_types import JsonObject
 from llmtrain.observe.replicas import checksum
 from llmtrain.parallel.shards import local_shard
 

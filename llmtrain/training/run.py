@@ -13,10 +13,9 @@ from accelerate import Accelerator
 
 from llmtrain.console import say
 from llmtrain.data.tokenized import Tokenized
-from llmtrain.files import read_object
+from llmtrain.files import JsonObject, read_object
 from llmtrain.interfaces.callback import StepResult
 from llmtrain.interfaces.model import ModelBundle
-from llmtrain.json_types import JsonObject
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.record.folder import RunFolder
 from llmtrain.record.history import as_numbers, read_lines

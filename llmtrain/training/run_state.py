@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
+from llmtrain.files import JsonObject
 from llmtrain.interfaces.model import ModelFormat
 from llmtrain.interfaces.part import Part
-from llmtrain.json_types import JsonObject
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import fill, filled_like, local_shard, meta_like

@@ -17,8 +17,7 @@ from llmtrain.config.flags import (
 from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
-from llmtrain.files import local_path
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, local_path
 from llmtrain.parallel.config import ParallelConfig
 
 

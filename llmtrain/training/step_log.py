@@ -8,10 +8,10 @@ import psutil
 import torch
 
 from llmtrain.device_numbers import DeviceScalars
+from llmtrain.files import JsonObject
 from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.interfaces.part import name_of
-from llmtrain.json_types import JsonObject
 from llmtrain.observe.stragglers import Stragglers
 from llmtrain.phase_names import PHASES
 from llmtrain.training.evaluate import add_metrics, as_numbers_by_name

@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from llmtrain.files import digest
+from llmtrain.files import Json, digest
 from llmtrain.interfaces.model import TensorConverter
-from llmtrain.json_types import Json
 from llmtrain.record.checkpoint import path_of, state_hashes
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState

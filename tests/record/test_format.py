@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import UserError
-from llmtrain.files import digest
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, digest
 from llmtrain.record.checkpoint import find_fault, newest_valid, read_state
 from llmtrain.record.resume import choose_folder
 from llmtrain.record.run_record import FORMAT_VERSION

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import UserError
-from llmtrain.files import digest, write_json
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, digest, write_json
 from llmtrain.record import resume
 from llmtrain.record.resume import ResumePoint, choose_folder
 from llmtrain.record.run_record import with_version

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from llmtrain.errors import UserError
-from llmtrain.json_types import Json
+from llmtrain.files import Json
 from llmtrain.record.checkpoint import (
     STRUCTURE,
     find_fault,

@@ -13,10 +13,10 @@ from torch import nn
 
 import llmtrain as lt
 from llmtrain.errors import UserError
+from llmtrain.files import JsonObject
 from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.interfaces.part import Part, json_entries, settings_of
-from llmtrain.json_types import JsonObject
 from llmtrain.record.checkpoint import checkpoints
 from llmtrain.training.parts import Parts
 from llmtrain.training.run import Run

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from llmtrain.console import labelled, printable
 from llmtrain.errors import UserError
-from llmtrain.files import json_text
-from llmtrain.json_types import Json, JsonObject
+from llmtrain.files import Json, JsonObject, json_text
 from llmtrain.lab.identity import (
     METADATA,
     effects_between,

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.console import duration_text, labelled, pluralize, rate_text, size_text
 from llmtrain.devices import USUAL_MFU
-from llmtrain.files import json_text
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, json_text
 from llmtrain.recipe_arguments import add_recipe_arguments, check_recipe
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from llmtrain.console import duration_text, labelled, size_text
 from llmtrain.errors import UserError
-from llmtrain.files import json_text, local_path
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, json_text, local_path
 from llmtrain.lab.identity import METADATA, flat_record
 from llmtrain.lab.report.charts import AXES, charts, peak_memory, phase_bars, run_names
 from llmtrain.phase_names import PHASES

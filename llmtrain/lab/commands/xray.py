@@ -9,8 +9,7 @@ import argparse
 from pathlib import Path
 
 from llmtrain.errors import UserError
-from llmtrain.files import json_text
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, json_text
 from llmtrain.launching.children import (
     gpu_count,
     has_too_few_gpus,

@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject
 from llmtrain.phase_names import PHASES, describe_phase
 from llmtrain.record.history import History
 

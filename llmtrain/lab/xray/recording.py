@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from llmtrain.errors import UserError
-from llmtrain.files import read_object
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, read_object
 from llmtrain.phase_names import PHASES
 
 Interval: TypeAlias = tuple[float, float]  # start and end, in seconds

@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject
 from llmtrain.lab.xray.recording import Recording, Span, Transfer
 from llmtrain.phase_names import PHASES
 

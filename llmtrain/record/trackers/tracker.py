@@ -14,8 +14,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from llmtrain.console import note
 from llmtrain.errors import first_line
-from llmtrain.files import read_object, write_json
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject, read_object, write_json
 from llmtrain.record.history import TrainingClock, as_numbers
 from llmtrain.redaction import redacted
 

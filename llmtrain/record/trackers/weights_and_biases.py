@@ -9,7 +9,7 @@ from accelerate.tracking import GeneralTracker
 
 from llmtrain.console import note, say
 from llmtrain.errors import first_line
-from llmtrain.json_types import JsonObject
+from llmtrain.files import JsonObject
 from llmtrain.record.history import read_lines
 from llmtrain.record.stopping import is_lower_better
 from llmtrain.record.trackers.tracker import Tracker
