@@ -113,6 +113,15 @@ def test_waiting_for_another_process_is_no_transfer() -> None:
     assert recorded.communication() == pytest.approx((20 * MS, 5 * MS, 10 * MS))
 
 
+def test_a_process_waits_in_its_own_exchange() -> None:
+    recorded = recording()
+    for index, span in enumerate(recorded.spans):
+        if span.phase == "exchange" and span.rank == 1:
+            recorded.spans[index] = span._replace(end=span.end + 10 * MS)
+
+    assert recorded.communication() == pytest.approx((20 * MS, 15 * MS, 5 * MS))
+
+
 # --- the table
 
 
@@ -178,6 +187,9 @@ def test_the_page_draws_every_phase_and_bucket_and_loads_nothing() -> None:
         assert 0 <= float(rectangle["x"] or -1) <= 1200.01
         assert float(rectangle["width"] or -1) > 0
     assert "h.1.w, h.1.b" in text
+    # Rank 0 waits 12 of 100 ms for bucket 0. A box without a length is still seen.
+    waits = {box["width"] for box in page.rectangles if box["fill"] == "#f3c6c6"}
+    assert waits == {"0.4", f"{0.12 * 1130:.1f}"}
     assert re.findall("<h2>(.*)</h2>", text) == ["Step 6", "Step 7", "Table"]
 
     states_of_buckets = 2
