@@ -10,8 +10,8 @@ EFFECTS = {name: setting["affects"] for name, setting in _SHIPPED.items()}
 
 
 def recorded(values: dict[str, Any], origin: str = "recipe") -> dict[str, dict[str, Any]]:
-    """Flags with their values; those that no shipped recipe has may affect any part of a run."""
+    """Flags with their values; those that no shipped recipe has affect numbers."""
     return {
-        name: {"value": value, "from": origin, "affects": EFFECTS.get(name, "any")}
+        name: {"value": value, "from": origin, "affects": EFFECTS.get(name, "numbers")}
         for name, value in values.items()
     }

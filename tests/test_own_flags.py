@@ -29,14 +29,14 @@ class PenaltyConfig(lt.Config):
     """A section that a recipe adds."""
 
     group = "objective"
-    affects = "pass"
+    affects = "numbers"
 
     penalty: float = lt.flag(0.5, "weight of the penalty")
     penalty_kind: Literal["l1", "l2"] = lt.flag("l1", "norm of the penalty")
     penalty_steps: list[int] = lt.flag([1, 2], "steps with a penalty", parse=int)
-    log_penalty: bool = lt.flag(False, "whether to log it", affects="nowhere")
-    penalty_chunk: int = lt.flag(8, "rows at a time", affects="layout")
-    penalty_token: str | None = lt.flag(None, "password of a server", affects="any")
+    log_penalty: bool = lt.flag(False, "whether to log it", affects="nothing")
+    penalty_chunk: int = lt.flag(8, "rows at a time", affects="nothing")
+    penalty_token: str | None = lt.flag(None, "password of a server", affects="numbers")
 
 
 @dataclass
@@ -72,8 +72,8 @@ def error_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> s
 
 def test_a_record_has_the_value_the_origin_and_the_effects_of_each_flag() -> None:
     record = resolved(parsed("--penalty 2"))
-    assert record["penalty"] == {"value": 2.0, "from": "command line", "affects": "pass"}
-    assert record["log_penalty"] == {"value": False, "from": "recipe", "affects": "nowhere"}
+    assert record["penalty"] == {"value": 2.0, "from": "command line", "affects": "numbers"}
+    assert record["log_penalty"] == {"value": False, "from": "recipe", "affects": "nothing"}
     assert "lora_r" not in record, "the recipe has no such section"
 
 
@@ -218,7 +218,7 @@ def test_the_flag_of_the_page_is_in_the_record_the_fingerprint_and_the_diff(
     run_forked([*command, "--output_dir", str(changed), "--z_loss", "0.1"]).assert_ok()
 
     record = read_json(changed / "run.json")
-    expected = {"value": 0.1, "from": "command line", "affects": "pass"}
+    expected = {"value": 0.1, "from": "command line", "affects": "numbers"}
     assert record["settings"]["z_loss"] == expected
     assert record["fingerprint"]["own_settings"] == {"z_loss": 0.1}
 

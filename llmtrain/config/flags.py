@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args
 
 from llmtrain.config.parser import Parser
 from llmtrain.console import say
@@ -13,6 +13,7 @@ from llmtrain.errors import UserError
 from llmtrain.files import JsonObject
 from llmtrain.redaction import redacted
 
+Affects: TypeAlias = Literal["data", "numbers", "nothing"]
 COMMAND_LINE = "command line"  # the origin of a flag that is not from a file
 _PACKAGE = "llmtrain."  # the beginning of the names of its modules
 
@@ -22,8 +23,7 @@ class Config:
 
     Attributes:
         group: the title in ``--help`` under which its flags are shown, unless a flag names another.
-        affects: the parts of a run that its flags change, unless a flag names others. They are the
-            words that :func:`flag` lists, separated by spaces.
+        affects: what its flags change in a run, unless a flag says otherwise; see :func:`flag`.
         row_length_flag: the flag that makes rows shorter, if the section has one. The advice after
             an out-of-memory error names it.
         origins: where each flag that somebody set comes from: ``command line``, the path of a YAML
@@ -31,7 +31,7 @@ class Config:
     """
 
     group: ClassVar[str] = "flags of this recipe"
-    affects: ClassVar[str] = "any"
+    affects: ClassVar[Affects] = "numbers"
     row_length_flag: ClassVar[str] = ""
     origins: Mapping[str, str] = {}
 
@@ -123,7 +123,7 @@ def flag(
     default: Any,
     help: str,
     *,
-    affects: str | None = None,
+    affects: Affects | None = None,
     hidden: bool = False,
     group: str | None = None,
     metavar: str | None = None,
@@ -139,23 +139,13 @@ def flag(
     Args:
         default: the default value.
         help: the text in ``--help``.
-        affects: the parts of a run that the flag changes, separated by spaces. By default, those of
-            the dataclass. If two runs diverge, ``llmtrain diff`` reports as causes only settings
-            that affect the first quantity that differs:
+        affects: what the flag changes in a run; by default, what those of the dataclass change.
+            ``llmtrain diff`` looks for the cause of a difference there, and ``llmtrain compare``
+            tells runs apart by it:
 
-            - ``seed``: what is drawn at random: initial weights, order of the rows, and dropout.
-            - ``data``: the rows, their tokens and their labels.
-            - ``model``: the weights and the function that they compute.
-            - ``pass``: how a forward pass computes the loss, with the same weights: dropout, the
-              implementation of attention, and the loss itself.
-            - ``gradient``: how gradients are added over micro-batches and processes.
-            - ``update``: what the optimizer does with the gradient, and when training ends.
-            - ``layout``: only where and in which order things are computed. That changes no more
-              than rounding errors, so it is reported as a cause only if these have grown. It makes
-              no other run.
-            - ``nowhere``: no numbers of the run, as with logging. ``llmtrain diff`` leaves these
-              settings out.
-            - ``any``: unknown. It is reported as a cause of every difference.
+            - ``data``: which rows a run has, in which order, their tokens and their labels.
+            - ``numbers``: weights, losses or gradients.
+            - ``nothing``: at most their rounding. It makes no other run.
         hidden: show the flag only in ``--help_all``.
         group: the title in ``--help`` under which the flag is shown. By default, that of the
             dataclass.
@@ -235,10 +225,16 @@ def flags_of(config: Config | type[Config]) -> dict[str, dataclasses.Field[Any]]
     return {field.name: field for field in fields}
 
 
-def effects_of(config: Config, name: str) -> list[str]:
-    """Return which parts of a run a flag affects, as words that :func:`flag` lists."""
-    words: str = flags_of(config)[name].metadata["affects"] or config.affects
-    return words.split()
+def affected_by(config: Config, name: str) -> Affects:
+    """Return what a flag affects; see :func:`flag`.
+
+    Raises:
+        UserError: if the recipe says something else.
+    """
+    affects: Affects = flags_of(config)[name].metadata["affects"] or config.affects
+    if affects not in get_args(Affects):
+        raise UserError(f"--{name} affects '{affects}'; write data, numbers or nothing.")
+    return affects
 
 
 def value_of(settings: Any, name: str, default: Any) -> Any:
@@ -250,7 +246,7 @@ def value_of(settings: Any, name: str, default: Any) -> Any:
 
 
 def resolved(settings: Any) -> dict[str, dict[str, Any]]:
-    """Return the value, the origin and the effects of every setting, for ``run.json``.
+    """Return the value and the origin of every setting, and what it affects, for ``run.json``.
 
     The origin is ``recipe`` if nobody set the flag.
     """
@@ -260,7 +256,7 @@ def resolved(settings: Any) -> dict[str, dict[str, Any]]:
             entries[name] = {
                 "value": getattr(config, name),
                 "from": config.origins.get(name, "recipe"),
-                "affects": " ".join(effects_of(config, name)),
+                "affects": affected_by(config, name),
             }
     return entries
 
@@ -269,13 +265,13 @@ def settings_fingerprint(settings: Any) -> JsonObject:
     """Return the values of the recipe's own flags that make another run.
 
     The flags of this package are left out: the fingerprint of a run has the data, the model, the
-    objective and the optimizer that they lead to. So are flags that affect no more than the layout.
+    objective and the optimizer that they lead to. So are flags that affect nothing.
     """
     values = {}
     for config in configs_of(settings).values():
         classes = [cls for cls in type(config).__mro__ if cls.__module__.startswith(_PACKAGE)]
         for name in flags_of(config):
-            changes_run = not {"layout", "nowhere"}.issuperset(effects_of(config, name))
+            changes_run = affected_by(config, name) != "nothing"
             is_own = not any(name in inspect.get_annotations(cls) for cls in classes)
             if changes_run and is_own:
                 values[name] = redacted(getattr(config, name), name)

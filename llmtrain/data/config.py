@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from llmtrain.config.flags import (
+    Affects,
     Config,
     flag,
     flags_of,
@@ -26,7 +27,7 @@ class BatchConfig(Config):
     """Batch sizes. Each field is a flag."""
 
     group: ClassVar[str] = "data"
-    affects: ClassVar[str] = "data"
+    affects: ClassVar[Affects] = "data"
 
     global_batch_size: int = flag(
         32,
@@ -37,7 +38,7 @@ class BatchConfig(Config):
         16,
         "largest number of rows in one forward and backward pass (the micro-batch) of each "
         "process; lower it if memory runs out",
-        affects="layout",
+        affects="nothing",
         group="batch and memory",
     )
 
@@ -136,7 +137,7 @@ class DataConfig(BatchConfig):
         "char, byte or bpe:N to train a tokenizer on this data (N: size of its vocabulary), or the "
         "folder or hub name of a tokenizer (NAME or NAME@REVISION), or a run; the fine-tuning "
         "recipes default to the model's own",
-        affects="model data",
+        affects="data",
     )
 
     def __post_init__(self) -> None:
@@ -177,7 +178,7 @@ class RowConfig(Config):
     """How conversations or pairs of answers become rows. Each field is a flag."""
 
     group: ClassVar[str] = "conversations"
-    affects: ClassVar[str] = "data"
+    affects: ClassVar[Affects] = "data"
 
     chat_template: str | None = flag(
         None,
@@ -208,7 +209,7 @@ class RowConfig(Config):
         None,
         "processes that render conversations, if there are thousands (default: the CPU cores, and "
         "at most 16)",
-        affects="nowhere",
+        affects="nothing",
         hidden=True,
     )
 

@@ -10,19 +10,9 @@ from pathlib import Path
 
 from llmtrain.errors import UserError
 from llmtrain.files import Json, JsonObject, json_text
-from llmtrain.lab.identity import (
-    METADATA,
-    compared_settings,
-    flat_record,
-    have_same_eval_loss,
-    shorten_hash,
-)
+from llmtrain.lab.differences import differences, facts_of, have_same_eval_loss, shorten_hash
 from llmtrain.record.history import History, runs_in
 
-# Besides the settings and the code, the data and the precision determine the numbers of a run.
-_COMPARED_METADATA = [
-    key for key, (group, _) in METADATA.items() if group in ("data", "model", "pass")
-]
 _MAX_NAMED_SETTINGS = 5  # in the name of a group
 _MAX_VALUE_LENGTH = 40  # characters of a setting in the name of a group
 
@@ -68,11 +58,11 @@ def group_runs(runs: Sequence[History]) -> list[tuple[str, list[History]]]:
 
 
 def _compared_values(run: History) -> JsonObject:
-    """Return the settings and the metadata that must be the same in all runs of a group."""
-    metadata = flat_record(run)
+    """Return what must be the same in all runs of a group, by name."""
     return {
-        **compared_settings(run),
-        **{key: metadata.get(key) for key in _COMPARED_METADATA},
+        name: fact.value
+        for name, fact in facts_of(run).items()
+        if fact.affects != "nothing" and not fact.is_code and name != "--seed"
     }
 
 
@@ -113,9 +103,11 @@ def _names(runs: Sequence[History]) -> list[str]:
     Args:
         runs: a run of each group.
     """
-    values_by_run = [_compared_values(run) for run in runs]
-    differing = _differing_keys(values_by_run)
-    names = [_name(values, differing) for values in values_by_run]
+    differing = [difference.name for difference in differences(runs)]
+    names = []
+    for run in runs:
+        values = _compared_values(run)
+        names.append(_name({name: values[name] for name in differing if name in values}))
     if len(set(names)) == len(names):
         return names
     return [
@@ -124,25 +116,14 @@ def _names(runs: Sequence[History]) -> list[str]:
     ]
 
 
-def _differing_keys(values_by_run: Sequence[Mapping[str, Json]]) -> list[str]:
-    """Return the keys whose values are not the same in all runs."""
-    keys = dict.fromkeys(itertools.chain.from_iterable(values_by_run))
-    return [
-        key
-        for key in keys
-        if any(values.get(key) != values_by_run[0].get(key) for values in values_by_run)
-    ]
-
-
-def _name(values: Mapping[str, Json], keys: Sequence[str]) -> str:
+def _name(values: Mapping[str, Json]) -> str:
     """Return the names and the values of some settings as text."""
     parts = []
-    for key in keys[:_MAX_NAMED_SETTINGS]:
-        _, label = METADATA.get(key, ("", key))
-        text = shorten_hash(values.get(key))
+    for name, value in itertools.islice(values.items(), _MAX_NAMED_SETTINGS):
+        text = shorten_hash(value)
         if len(text) > _MAX_VALUE_LENGTH:
             text = f"{text[:_MAX_VALUE_LENGTH]}..."
-        parts.append(f"{label} {text}")
-    if len(keys) > _MAX_NAMED_SETTINGS:
-        parts.append(f"and {len(keys) - _MAX_NAMED_SETTINGS} more")
+        parts.append(f"{name.removeprefix('--')} {text}")
+    if len(values) > _MAX_NAMED_SETTINGS:
+        parts.append(f"and {len(values) - _MAX_NAMED_SETTINGS} more")
     return ", ".join(parts)

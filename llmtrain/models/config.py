@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from llmtrain.config.flags import Config, flag, require_at_least, require_at_most, require_share
+from llmtrain.config.flags import (
+    Affects,
+    Config,
+    flag,
+    require_at_least,
+    require_at_most,
+    require_share,
+)
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.files import local_path
@@ -47,7 +54,7 @@ class GPTConfig(Config):
     """The size of a GPT. Each field is a flag."""
 
     group: ClassVar[str] = "model"
-    affects: ClassVar[str] = "model"
+    affects: ClassVar[Affects] = "numbers"
     row_length_flag: ClassVar[str] = "block_size"
 
     n_layer: int = flag(4, "number of transformer blocks")
@@ -56,18 +63,18 @@ class GPTConfig(Config):
     block_size: int = flag(
         128,
         "context length of the model, and the length of a row, in tokens",
-        affects="model data",
+        affects="data",
         alias="max_length",  # the name in recipes/finetune.py
     )
     dropout: float = flag(
         0.0,
         "dropout probability, after the embedding and in each residual branch",
-        affects="pass",
+        affects="numbers",
     )
     gradient_checkpointing: bool | None = flag(
         False,
         _RECOMPUTATION,
-        affects="layout",
+        affects="nothing",
         group="batch and memory",
     )
     architecture: Literal["gpt2", "lfm2"] = flag(
@@ -129,7 +136,7 @@ class ModelConfig(Config):
     """The Hugging Face model to train and its initial weights. Each field is a flag."""
 
     group: ClassVar[str] = "model"
-    affects: ClassVar[str] = "model"
+    affects: ClassVar[Affects] = "numbers"
     row_length_flag: ClassVar[str] = "max_length"
 
     model_name_or_path: str | None = flag(
@@ -166,7 +173,7 @@ class ModelConfig(Config):
         "longest conversation, or answer with its prompt, in tokens (see --overlong for longer "
         "ones), and at most the model's positions; auto: long enough for 99.5 % of the "
         "conversations; plain text is cut into rows of this length",
-        affects="model data",
+        affects="data",
         parse=parse_max_length,
         alias="block_size",  # the name in recipes/gpt.py
     )
@@ -175,13 +182,13 @@ class ModelConfig(Config):
         "attention of transformers: sdpa, eager, flash_attention_2, ..., or with "
         "--trust_remote_code a compiled kernel of the hub, ORG/NAME@COMMIT (default: the model's "
         "own)",
-        affects="pass",
+        affects="numbers",
         hidden=True,
     )
     gradient_checkpointing: bool | None = flag(
         None,
         f"{_RECOMPUTATION} (default: auto)",
-        affects="layout",
+        affects="nothing",
         group="batch and memory",
     )
     router_aux_loss_coef: float | None = flag(

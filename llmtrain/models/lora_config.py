@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmtrain.config.flags import Config, flag, flags_of, require_at_least
+from llmtrain.config.flags import Affects, Config, flag, flags_of, require_at_least
 from llmtrain.errors import UserError
 
 
@@ -15,7 +15,7 @@ class LoraConfig(Config):
     """
 
     group: ClassVar[str] = "LoRA"
-    affects: ClassVar[str] = "model"
+    affects: ClassVar[Affects] = "numbers"
 
     lora_r: int = flag(
         0,
@@ -41,7 +41,7 @@ class LoraConfig(Config):
     lora_dropout: float = flag(
         0.0,
         "dropout probability on the inputs of the LoRA matrices",
-        affects="pass",
+        affects="numbers",
         hidden=True,
     )
     use_dora: bool = flag(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from llmtrain.config.flags import Config, flag, flags_of
+from llmtrain.config.flags import Affects, Config, flag, flags_of
 from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ class PreferenceConfig(Config):
     """
 
     group: ClassVar[str] = "preferences"
-    affects: ClassVar[str] = "pass"
+    affects: ClassVar[Affects] = "numbers"
     losses: ClassVar[Mapping[str, PreferenceLoss]] = _LOSSES
 
     loss_type: list[str] = flag(

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmtrain.config.flags import Config, flag, require_at_least, require_at_most
+from llmtrain.config.flags import Affects, Config, flag, require_at_least, require_at_most
 from llmtrain.errors import UserError
 
 SECONDS_OF_A_YEAR = 365 * 24 * 60 * 60
@@ -15,20 +15,20 @@ class ParallelConfig(Config):
     """How a step is computed, and how processes exchange gradients. Each field is a flag."""
 
     group: ClassVar[str] = "processes"
-    affects: ClassVar[str] = "layout"
+    affects: ClassVar[Affects] = "nothing"
 
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = flag(
         "auto",
         "mixed precision of products; no is float32; auto: the bf16 or fp16 of the launcher, else "
         "bf16 on a GPU (if it has none fp16, or no for a sharded model), and no on a CPU",
-        affects="pass",
+        affects="numbers",
         group="batch and memory",
     )
     sync_each_batch: bool = flag(
         False,
         "reduce gradients over the processes after every micro-batch instead of once per step; a "
         "sharded model then needs less memory",
-        affects="gradient",
+        affects="nothing",
         hidden=True,
     )
     ddp_bucket_cap_mb: float | None = flag(
@@ -39,7 +39,7 @@ class ParallelConfig(Config):
     ddp_timeout: int = flag(
         1800,
         "seconds that a process waits for the others before the run fails",
-        affects="nowhere",
+        affects="nothing",
         hidden=True,
     )
     bitwise: bool = flag(

@@ -88,11 +88,11 @@ class History(NamedTuple):
         flags: dict[str, JsonObject] = self.record.get("settings", {})
         return {name: setting.get("value") for name, setting in flags.items()}
 
-    @property
-    def effects(self) -> dict[str, list[str]]:
-        """The parts of a run that each flag affects, as :func:`llmtrain.flag` lists them."""
+    def affects(self, name: str) -> str:
+        """Return what a flag affects: ``data``, ``numbers`` or ``nothing``."""
         flags: dict[str, JsonObject] = self.record.get("settings", {})
-        return {name: setting.get("affects", "any").split() for name, setting in flags.items()}
+        affects: str = flags[name].get("affects", "numbers")
+        return affects
 
     @property
     def starts(self) -> list[JsonObject]:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from llmtrain.config.flags import (
     COMMAND_LINE,
+    Affects,
     Config,
     flag,
     require_above,
@@ -47,7 +48,7 @@ class OptimConfig(Config):
     """The optimizer, its learning rate, the number of steps, and the seed. Each field is a flag."""
 
     group: ClassVar[str] = "optimization"
-    affects: ClassVar[str] = "update"
+    affects: ClassVar[Affects] = "numbers"
 
     optim: Literal["adamw", "adamw_torch_8bit", "muon"] = flag(
         "adamw",
@@ -66,7 +67,7 @@ class OptimConfig(Config):
         "number of passes over the training rows, which may be a fraction; --max_steps overrides "
         "it (default: if you name a data set, 3 in finetune.py and 1 in preference.py; otherwise "
         "--max_steps decides)",
-        affects="nowhere",  # max_steps then says how many steps these are
+        affects="nothing",  # max_steps then says how many steps these are
     )
     max_steps: int = flag(400, "number of optimizer steps; overrides --num_train_epochs")
     learning_rate: float = flag(1e-3, "peak learning rate")
@@ -126,7 +127,7 @@ class OptimConfig(Config):
     seed: int = flag(
         0,
         "random seed of the initial weights, the data order and dropout",
-        affects="seed",
+        affects="data",
     )
 
     def __post_init__(self) -> None:
@@ -212,7 +213,7 @@ class EvalConfig(Config):
     """The evaluations, and what follows from their results. Each field is a flag."""
 
     group: ClassVar[str] = "evaluation and logging"
-    affects: ClassVar[str] = "nowhere"
+    affects: ClassVar[Affects] = "nothing"
 
     eval_steps: float = flag(
         100,
@@ -229,13 +230,13 @@ class EvalConfig(Config):
         0,
         "stop after this many evaluations in a row without improvement, and keep the best weights "
         "as the finished model; each evaluation then saves a checkpoint; 0: no early stopping",
-        affects="update",
+        affects="numbers",
     )
     metric_for_best_model: str = flag(
         "eval/loss",
         "eval metric that --load_best_model_at_end and --early_stopping_patience compare; lower is "
         "better if its name contains loss, perplexity or bits, otherwise higher is better",
-        affects="update",
+        affects="numbers",
         hidden=True,
     )
     sample_prompts: list[str] = flag(
@@ -272,7 +273,7 @@ class LogConfig(Config):
     """What is logged and recorded of the steps. Each field is a flag."""
 
     group: ClassVar[str] = "evaluation and logging"
-    affects: ClassVar[str] = "nowhere"
+    affects: ClassVar[Affects] = "nothing"
 
     logging_steps: float = flag(
         10,
@@ -315,7 +316,7 @@ class RunConfig(Config):
     """The run folder, its checkpoints, trackers, and when a run stops. Each field is a flag."""
 
     group: ClassVar[str] = "run folder and checkpoints"
-    affects: ClassVar[str] = "nowhere"
+    affects: ClassVar[Affects] = "nothing"
 
     output_dir: str = flag(
         "runs/run",

@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 
-from llmtrain.lab.commands.diff import (
-    RunDifference,
-    diff_lines,
-    diff_runs,
-    metadata_differences,
-)
-from llmtrain.lab.identity import may_bits_differ, tolerance_between
+from llmtrain.lab.commands.diff import RunDifference, diff_lines, diff_runs
+from llmtrain.lab.differences import differences, tolerance_between
 from llmtrain.record.history import History
-from llmtrain.record.tolerances import tolerance_of
+from llmtrain.record.tolerances import NO_TOLERANCE, tolerance_of
 from tests.lab.seed_runs import write_run
 from tests.launching import read_json
 from tests.recorded_settings import EFFECTS
@@ -66,10 +61,9 @@ def test_a_difference_that_has_grown_slowly_may_come_from_rounding(tmp_path: Pat
 
     assert comparison.first is not None
     assert comparison.first.step == 3
-    assert comparison.causes == [
-        "processes: 1 and 2",
-        "rounding errors may have grown: at the log entry before, the runs agree within 1e-05",
-    ]
+    assert comparison.suspects == []
+    assert "rounding errors may have grown" in comparison.hint
+    assert "the runs agree within 1e-05" in comparison.hint
     text = text_of(comparison)
     assert "differs   at step 3: loss" in text
     assert "rounding explains" not in text, "it is above the tolerance"
@@ -80,23 +74,34 @@ def test_a_jump_does_not_come_from_rounding(tmp_path: Path) -> None:
 
     assert comparison.first is not None
     assert comparison.first.step == 3
-    assert comparison.other_differences == ["processes: 1 and 2"]
-    assert not any("rounding" in cause for cause in comparison.causes)
+    assert [str(other) for other in comparison.others] == ["processes 1 and 2"]
+    assert "rounding" not in comparison.hint
 
 
 def test_settings_that_differ_have_what_they_affect(tmp_path: Path) -> None:
-    run = history(tmp_path / "a", {1: 2.0}, starts=[{}], learning_rate=0, tokenizer="a", invented=1)
-    other = history(
-        tmp_path / "b", {1: 1.0}, starts=[{}], learning_rate=1, tokenizer="b", invented=2
-    )
+    settings = {"learning_rate": 0, "tokenizer": "a", "invented": 1, "ddp_timeout": 1}
+    other_settings = {"learning_rate": 1, "tokenizer": "b", "invented": 2, "ddp_timeout": 2}
+    run = history(tmp_path / "a", {1: 2.0}, starts=[{}], **settings)
+    other = history(tmp_path / "b", {1: 1.0}, starts=[{}], **other_settings)
 
-    assert metadata_differences(run, other) == [
-        (("update",), "--learning_rate 0 and 1"),
-        (("data", "model"), "--tokenizer a and b"),
-        (("any",), "--invented 1 and 2"),
+    assert differences([run, other]) == [
+        ("--learning_rate", [0, 1], "numbers"),
+        ("--tokenizer", ["a", "b"], "data"),
+        ("--invented", [1, 2], "numbers"),
     ]
     text = text_of(diff_runs(run, other))
-    assert text.count("--tokenizer a and b") == 1, text
+    assert "perhaps   --tokenizer a and b" in text
+    assert "cause" not in text, "there are three"
+
+
+def test_the_only_setting_that_differs_is_the_cause(tmp_path: Path) -> None:
+    run = history(tmp_path / "a", {1: 2.0}, starts=[{}], learning_rate=0)
+    other = history(tmp_path / "b", {1: 1.0}, starts=[{"processes": 2}], learning_rate=1)
+
+    text = text_of(diff_runs(run, other))
+
+    assert "cause     --learning_rate 0 and 1" in text
+    assert "also      processes 1 and 2" in text
 
 
 def test_nan_differs_from_a_number_but_not_from_nan(tmp_path: Path) -> None:
@@ -109,7 +114,7 @@ def test_nan_differs_from_a_number_but_not_from_nan(tmp_path: Path) -> None:
     first = diff_runs(run, with_nan).first
 
     assert first is not None
-    assert (first.link, first.step) == ("loss", 2)
+    assert (first.quantity, first.step) == ("loss", 2)
     assert diff_runs(with_nan, with_nan).first is None
 
 
@@ -119,72 +124,59 @@ def test_another_commit_or_changed_files_are_a_difference(tmp_path: Path) -> Non
 
     ddp = history(tmp_path / "c", {1: 2.0}, starts=[{"sharded": None}])
     fsdp2 = history(tmp_path / "d", {1: 2.0}, starts=[{"sharded": "1x2"}])
-    assert metadata_differences(ddp, fsdp2) == [(("layout",), "sharded: None and 1x2")]
-    assert metadata_differences(clean, clean) == []
-    assert metadata_differences(clean, dirty) == [
-        (("code",), "commit: 000000000000... and 000000000000...-dirty")
+    assert list(map(str, differences([ddp, fsdp2]))) == ["sharded None and 1x2"]
+    assert differences([clean, clean]) == []
+    assert list(map(str, differences([clean, dirty]))) == [
+        "commit 000000000000... and 000000000000...-dirty"
     ]
 
 
 def test_the_flags_of_the_package_say_what_they_affect() -> None:
     expected = {
-        "seed": "seed",
-        "output_dir": "nowhere",
-        "ddp_timeout": "nowhere",
-        "learning_rate": "update",
+        "seed": "data",
+        "output_dir": "nothing",
+        "ddp_timeout": "nothing",
+        "learning_rate": "numbers",
         "dataset": "data",
         "packing": "data",
-        "n_layer": "model",
-        "lora_r": "model",
-        "tokenizer": "model data",
-        "dropout": "pass",
-        "sync_each_batch": "gradient",
-        "bitwise": "layout",
-        "per_device_train_batch_size": "layout",
-        "gradient_checkpointing": "layout",
+        "n_layer": "numbers",
+        "lora_r": "numbers",
+        "tokenizer": "data",
+        "dropout": "numbers",
+        "sync_each_batch": "nothing",
+        "bitwise": "nothing",
+        "per_device_train_batch_size": "nothing",
+        "gradient_checkpointing": "nothing",
     }
     assert {name: EFFECTS[name] for name in expected} == expected
 
 
 BITWISE = {"bitwise": True}
-ON_GPU = {"device": "cuda"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "changes", "other_start", "may_differ"),
+    ("settings", "other_settings", "other_start", "must_be_equal"),
     [
         ({}, {}, {}, False),
-        ({}, {"ddp_timeout": 60, "learning_rate": 0.5}, {}, False),
-        ({}, {"per_device_train_batch_size": 2}, {}, True),
-        ({}, {}, {"processes": 2}, True),
-        ({}, {}, {"mixed_precision": "bf16"}, True),
-        ({}, BITWISE, {}, True),
-        (BITWISE, {}, {"processes": 2}, False),
-        (BITWISE, {}, {"threads": 2}, True),
+        (BITWISE, {}, {}, False),
+        (BITWISE, BITWISE, {}, True),
+        (BITWISE, BITWISE, {"processes": 2}, True),
+        (BITWISE, BITWISE, {"threads": 2}, False),
+        (BITWISE, BITWISE, {"mixed_precision": "bf16"}, False),
     ],
 )
-def test_bits_may_differ_with_the_layout_but_not_with_processes_if_bitwise(
+def test_bits_must_be_equal_only_with_bitwise(
     settings: dict[str, Any],
-    changes: dict[str, Any],
+    other_settings: dict[str, Any],
     other_start: dict[str, Any],
-    may_differ: bool,
+    must_be_equal: bool,
     tmp_path: Path,
 ) -> None:
     run = history(tmp_path / "a", {1: 2.0}, starts=[{}], **settings)
-    other = history(tmp_path / "b", {1: 2.0}, starts=[{}, other_start], **(settings | changes))
+    other = history(tmp_path / "b", {1: 2.0}, starts=[{}, other_start], **other_settings)
 
-    assert may_bits_differ(run, other) == may_differ
-    assert may_bits_differ(other, run) == may_differ
-
-
-@pytest.mark.parametrize(("settings", "may_differ"), [({}, True), (BITWISE, False)])
-def test_two_runs_on_gpus_must_agree_only_if_they_are_bitwise(
-    settings: dict[str, Any], may_differ: bool, tmp_path: Path
-) -> None:
-    run = history(tmp_path / "a", {1: 2.0}, starts=[ON_GPU], **settings)
-    other = history(tmp_path / "b", {1: 2.0}, starts=[ON_GPU], **settings)
-
-    assert may_bits_differ(run, other) == may_differ
+    assert (tolerance_between(run, other) == NO_TOLERANCE) == must_be_equal
+    assert (tolerance_between(other, run) == NO_TOLERANCE) == must_be_equal
 
 
 def test_the_lowest_precision_of_all_starts_sets_the_tolerance(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ class OwnConfig(lt.Config):
 
     group = "own"
 
-    z_loss: float = lt.flag(1e-3, "weight of the z-loss", affects="pass")
+    z_loss: float = lt.flag(1e-3, "weight of the z-loss", affects="numbers")
     embedding_share: float = lt.flag(
-        0.1, "learning rate of the embedding, as a share of --learning_rate", affects="update"
+        0.1, "learning rate of the embedding, as a share of --learning_rate", affects="numbers"
     )
 
     def __post_init__(self) -> None:

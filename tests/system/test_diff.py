@@ -27,13 +27,13 @@ class Change(NamedTuple):
     """A change of the reference run, and how `llmtrain diff` must report it.
 
     Attributes:
-        link: the first quantity that differs, in the order in which a step computes them.
+        quantity: the first quantity that differs, in the order in which a step computes them.
         cause: a part of the reported cause.
         flags: that change the run. {folder} has the data sets and the reference.
         bug: that changes the run, by its name in differing_runs.py.
     """
 
-    link: str
+    quantity: str
     cause: str
     flags: str = ""
     bug: str | None = None
@@ -138,13 +138,13 @@ def test_a_change_is_named_at_the_first_quantity_that_differs(
 
     report = "\n".join(diff_lines(difference, "reference", name))
     assert difference.first is not None, report
-    quantity = QUANTITIES[difference.first.link].name
-    causes = "; ".join(difference.causes)
-    score(f"diff: {name}: {quantity} at {difference.first.step}: {causes}")
+    quantity = QUANTITIES[difference.first.quantity].name
+    causes = [*map(str, difference.suspects), difference.hint]
+    score(f"diff: {name}: {quantity} at {difference.first.step}: {'; '.join(filter(None, causes))}")
 
-    assert difference.first.link == change.link, report
-    assert any(change.cause in cause for cause in difference.causes), report
-    flags = [cause for cause in difference.causes if cause.startswith("--")]
+    assert difference.first.quantity == change.quantity, report
+    assert any(change.cause in cause for cause in causes), report
+    flags = [cause for cause in causes if cause.startswith("--")]
     assert all(change.cause in flag for flag in flags), f"another flag is named:\n{report}"
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from llmtrain.console import labelled, pluralize, printable
 from llmtrain.files import Json, json_text
-from llmtrain.lab.identity import have_same_eval_loss
+from llmtrain.lab.differences import have_same_eval_loss
 from llmtrain.lab.run_groups import code_of, find_runs, group_runs, seed_of
 from llmtrain.lab.significance import MeanDifference, paired_test
 from llmtrain.record.history import History

@@ -5,7 +5,6 @@ of the page and writes no file.
 """
 
 import argparse
-import itertools
 import shlex
 import statistics
 import time
@@ -16,7 +15,7 @@ from typing import NamedTuple
 from llmtrain.console import duration_text, labelled, size_text
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject, json_text, local_path
-from llmtrain.lab.identity import METADATA, flat_record
+from llmtrain.lab.differences import differences, shorten_hash
 from llmtrain.lab.report.charts import AXES, charts, peak_memory, phase_bars, run_names
 from llmtrain.phase_names import PHASES
 from llmtrain.record.history import History, seconds_of
@@ -158,20 +157,11 @@ def overview(run: History) -> JsonObject:
 
 
 def differing_values(runs: Sequence[History]) -> dict[str, list[str]]:
-    """Return the settings, versions and data hashes that are not the same in all runs.
-
-    Returns:
-        By name, one value for each run.
-    """
-    values_by_run = [_comparable_values(run) for run in runs]
-    names = dict.fromkeys(itertools.chain.from_iterable(values_by_run))
-
-    differing = {}
-    for name in names:
-        values = [run_values.get(name, _ABSENT) for run_values in values_by_run]
-        if any(value != values[0] for value in values):
-            differing[name] = [str(value) for value in values]
-    return differing
+    """Return what is not the same in all runs: by its name, a value for each run."""
+    return {
+        difference.name: [shorten_hash(value) for value in difference.values]
+        for difference in differences(runs)
+    }
 
 
 def events(runs: Sequence[History]) -> list[Event]:
@@ -228,17 +218,6 @@ def _format_overview(values: JsonObject) -> dict[str, str]:
         "code": text("git_sha"),
         "latest start": latest_start,
     }
-
-
-def _comparable_values(run: History) -> JsonObject:
-    """Return what `llmtrain diff` compares: settings that affect something, and metadata."""
-    metadata = flat_record(run)
-    values = {
-        name: value for name, value in run.settings.items() if run.effects.get(name) != ["nowhere"]
-    }
-    values |= {key: metadata.get(key) for key in METADATA}
-    versions = values.pop("versions") or {}
-    return values | {f"version of {name}": version for name, version in versions.items()}
 
 
 def _recorded_events(number: int, run: History) -> list[Event]:

@@ -198,9 +198,9 @@ def test_only_values_that_differ_between_runs_are_listed(run: Path, tmp_path: Pa
     values = differing_values([History.of_run(run), History.of_run(other)])
 
     assert values == {
-        "learning_rate": ["0.01", "0.02"],
+        "--learning_rate": ["0.01", "0.02"],
         "processes": ["2", "4"],
-        "dropout": ["\N{EN DASH}", "0.1"],
+        "--dropout": ["None", "0.1"],
     }
 
 
