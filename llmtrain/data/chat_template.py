@@ -6,8 +6,8 @@ answer without reasoning, and which token ends a turn. Short conversations show 
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from llmtrain.data.messages import (
     REASONING,
@@ -19,6 +19,9 @@ from llmtrain.data.readers import Fields
 from llmtrain.data.tokenizer import EXAMPLE, FastTokenizer, control_tokens_of
 from llmtrain.errors import first_line
 from llmtrain.files import json_text
+
+if TYPE_CHECKING:
+    import jinja2
 
 Span: TypeAlias = tuple[int, int]  # of characters
 # Variables of a template beside the messages and the tools, such as {"enable_thinking": False}.
@@ -53,6 +56,13 @@ _TOOL_RESULT: Message = {
 }
 
 
+class _Compiled(NamedTuple):
+    """A compiled template, and the variables that it always has."""
+
+    template: "jinja2.Template"
+    globals: dict[str, Any]
+
+
 class ChatTemplate:
     """The chat template of a tokenizer, with the properties that rendered examples show.
 
@@ -74,7 +84,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: FastTokenizer, stop_token_ids: Collection[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self._sources: dict[bool, str] = {}
+        self._compiled: dict[tuple[bool, bool], _Compiled] = {}
         self.has_marks = _GENERATION_TAG.search(str(tokenizer.chat_template)) is not None
 
         self._find_properties()
@@ -94,6 +104,8 @@ class ChatTemplate:
     ) -> str:
         """Render messages.
 
+        ``tokenizer.apply_chat_template`` does the same, but converts all messages each time.
+
         Args:
             messages: the messages, which hold JSON values only.
             tools: the tools, likewise.
@@ -103,41 +115,71 @@ class ChatTemplate:
         Raises:
             BadRecord: if the template raises an error.
         """
-        has_tools = tools is not None
-        if has_tools not in self._sources:
-            # Generation blocks become blocks that do nothing: each of them is a call of a macro,
-            # which takes as long as all else that is rendered of a message.
-            source = self.tokenizer.get_chat_template(tools=tools)
-            self._sources[has_tools] = _GENERATION_TAG.sub(r"\1\2with\3", source)
-        text, _ = self._render(
-            self._sources[has_tools],
+        pieces = self._generate(
+            self._compiled_for(tools, finds_marks=False),
             messages,
             tools,
+            options=options,
             add_generation_prompt=add_generation_prompt,
-            **(options or {}),
         )
-        return text
+        return "".join(pieces)
 
     def render_with_marks(
         self, messages: list[Message], tools: list[Fields] | None
     ) -> tuple[str, list[Span]]:
         """Render messages, and return the spans of ``{% generation %}`` blocks, too."""
-        source = self.tokenizer.get_chat_template(tools=tools)
-        text, spans = self._render(source, messages, tools, return_assistant_tokens_mask=True)
-        return text, spans[0]
+        compiled = self._compiled_for(tools, finds_marks=True)
+        environment: Any = compiled.template.environment  # transformers adds a method to it
+        pieces: list[str] = []
+        spans: list[Span] = []
+        with environment.activate_tracker(pieces, spans):
+            # One by one: at each block, the tracker reads what has been written so far.
+            for piece in self._generate(compiled, messages, tools):
+                pieces.append(piece)
+        return "".join(pieces), spans
 
-    def _render(
-        self, source: str, messages: list[Message], tools: list[Fields] | None, **options: bool
-    ) -> tuple[str, list[list[Span]]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        variables: dict[str, Any] = {**self.tokenizer.special_tokens_map, **options}
-        render: Any = render_jinja_template  # its annotations are wrong
+    def _generate(
+        self,
+        compiled: "_Compiled",
+        messages: list[Message],
+        tools: list[Fields] | None,
+        options: TemplateOptions | None = None,
+        add_generation_prompt: bool = False,
+    ) -> Iterator[str]:
+        variables: Fields = {
+            **compiled.globals,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **(options or {}),
+        }
         try:
-            texts, spans = render([messages], tools, chat_template=source, **variables)
+            # Jinja's own methods make such a dictionary from a chain of mappings, which takes half
+            # as long as to render a short conversation.
+            context = compiled.template.new_context(variables, shared=True)
+            yield from compiled.template.root_render_func(context)
         except Exception as error:  # a template can raise any error
             raise BadRecord(f"the chat template refuses it: {first_line(error)}") from None
-        return texts[0], spans
+
+    def _compiled_for(self, tools: list[Fields] | None, finds_marks: bool) -> "_Compiled":
+        """Return the template for conversations with or without tools.
+
+        If no marks are to be found, generation blocks become blocks that do nothing: each of them
+        is a call of a macro, which takes as long as all else that is rendered of a message.
+        """
+        key = (tools is not None, finds_marks)
+        if key not in self._compiled:
+            from transformers.utils import chat_template_utils
+
+            source = self.tokenizer.get_chat_template(tools=tools)
+            if not finds_marks:
+                source = _GENERATION_TAG.sub(r"\1\2with\3", source)
+            # There is no public function that compiles a template with all that templates use.
+            compiled: Any = chat_template_utils._compile_jinja_template(source)
+            names = {**compiled.globals, **self.tokenizer.special_tokens_map}
+            self._compiled[key] = _Compiled(compiled, names)
+        return self._compiled[key]
 
     def prompt_options(self, with_reasoning: bool) -> list[TemplateOptions]:
         """Return the options with which to prompt for a turn, in the order in which to try them."""
