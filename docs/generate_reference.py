@@ -16,7 +16,7 @@ from pathlib import Path
 from llmtrain.cli import COMMANDS, GROUPS, build_parser
 from llmtrain.config.command_line import recipe_parser
 from llmtrain.config.flags import configs_of
-from llmtrain.config.parser import Flag
+from llmtrain.config.parser import Flag, text_of
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -74,8 +74,9 @@ def _flag_row(flag: Flag) -> list[str]:
         meaning += f" ({_code(flag.choices)})"
     if flag.metadata["alias"]:
         meaning += f"; also called `--{flag.metadata['alias']}`"
-    if flag.default_text:
-        meaning += f" (default: `{flag.default_text}`)"
+    default = text_of(flag.default)
+    if default:
+        meaning += f" (default: `{default}`)"
     return [name, meaning]
 
 

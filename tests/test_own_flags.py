@@ -119,6 +119,7 @@ def test_a_value_that_a_program_assigns_is_a_default_and_one_that_it_sets_is_kep
     settings = parsed("", defaults=Settings(data=lt.BatchConfig(), penalty=config))
     assert resolved(settings)["penalty"]["from"] == "program"
     assert parsed("--penalty 5", defaults=settings).penalty.penalty == 5.0
+    assert parsed("--penalty_chunk 2", defaults=settings).penalty.origins["penalty"] == "program"
 
 
 @pytest.mark.parametrize(

@@ -140,17 +140,19 @@ def learning_rate(folder: Path) -> Callable[[], Any]:
     """Return a function that parses a learning rate, and sets it in an optimizer."""
     import torch
 
-    import llmtrain as lt
+    from llmtrain.config.command_line import parse
     from llmtrain.parallel.ranks import TrainingAccelerator
     from llmtrain.training.learning_rates import LearningRates
+    from llmtrain.training.optim import make_optimizer
     from recipes import gpt
 
+    flags = ["--learning_rate", "0.01", "--optim", "adamw"]
     model = torch.nn.Linear(2, 2)
     accelerator = TrainingAccelerator(cpu=True)
 
     def set_rate() -> None:
-        settings = lt.parse(gpt.DEFAULTS, ["--learning_rate", "0.01"])
-        optimizer = lt.make_optimizer(accelerator, model, settings.optim)
+        settings = parse(gpt.DEFAULTS, flags)
+        optimizer = make_optimizer(accelerator, model, settings.optim)
         LearningRates(optimizer, settings.optim).set(step=100)
         assert 0 < optimizer.param_groups[0]["lr"] < 0.01
 

@@ -164,8 +164,7 @@ def _filled(template: str, owners: Mapping[str, Config]) -> str:
         if not owners[name].is_set(name):
             # A recipe may still choose another default, for a pretrained model or short data.
             raise UserError(f"{template}: set --{name}, too; its default may change.")
-        value = getattr(owners[name], name)
-        return re.sub(r"[^\w.,+=-]+", "-", "auto" if value is None else text_of(value))
+        return re.sub(r"[^\w.,+=-]+", "-", text_of(getattr(owners[name], name)) or "auto")
 
     return re.sub(r"{{|}}|{([^{}]*)}", value_of, template)
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import inspect
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args
 
@@ -171,39 +172,29 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def require_at_least(config: Config, minimum: float, *names: str) -> None:
-    """Raise :class:`UserError` unless every named flag is finite and at least ``minimum``."""
+def require_range(
+    config: Config,
+    *names: str,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+) -> None:
+    """Raise :class:`UserError` unless every named flag is in a range.
+
+    With ``at_least``, it has to be finite, too.
+    """
+    limits = (
+        ("at least", at_least, operator.ge),
+        ("above", above, operator.gt),
+        ("below", below or (math.inf if at_least is not None else None), operator.lt),
+        ("at most", at_most, operator.le),
+    )
     for name in names:
         value = getattr(config, name)
-        is_valid = minimum <= value < math.inf  # False for NaN
-        if is_valid:
-            continue
-        if math.isnan(value) or value == math.inf:
-            raise UserError(f"--{name} {value} is out of range: it must be a finite number.")
-        raise UserError(f"--{name} {value} is out of range: it must be at least {minimum}.")
-
-
-def require_above(config: Config, minimum: float, *names: str) -> None:
-    """Raise :class:`UserError` unless every named flag is above ``minimum``."""
-    for name in names:
-        value = getattr(config, name)
-        if not value > minimum:  # also true for NaN
-            raise UserError(f"--{name} {value} is out of range: it must be above {minimum}.")
-
-
-def require_share(config: Config, *names: str) -> None:
-    """Raise :class:`UserError` unless every named flag is at least 0 and below 1."""
-    for name in names:
-        value = getattr(config, name)
-        if not 0 <= value < 1:  # also true for NaN
-            raise UserError(f"--{name} {value} is out of range: it must be at least 0 and below 1.")
-
-
-def require_at_most(config: Config, maximum: float, name: str) -> None:
-    """Raise :class:`UserError` unless the named flag is at most ``maximum``."""
-    value = getattr(config, name)
-    if value > maximum:
-        raise UserError(f"--{name} {value} is out of range: it must be at most {maximum:,}.")
+        for text, limit, is_within in limits:
+            if limit is not None and not is_within(value, limit):  # so it is for NaN
+                raise UserError(f"--{name} {value} is out of range: it must be {text} {limit:,}.")
 
 
 def configs_of(settings: Any) -> dict[str, Config]:

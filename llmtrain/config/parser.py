@@ -28,6 +28,7 @@ class Flag:
         is_optional: whether its value may be ``None``. A switch then takes ``auto``.
         choices: the words that it takes; empty if it takes others.
         default: the default in this recipe.
+        metavar: the name of its value, such as ``N``, or the words that it takes.
         metadata: the arguments of :func:`llmtrain.flag`.
     """
 
@@ -37,6 +38,7 @@ class Flag:
     is_optional: bool
     choices: tuple[str, ...]
     default: Any
+    metavar: str
     metadata: Mapping[str, Any]
 
     @classmethod
@@ -52,52 +54,24 @@ class Flag:
         takes_list = get_origin(kind) is list
         if takes_list:
             [kind] = get_args(kind)
-        has_words = get_origin(kind) is Literal
+        choices = config.choices(field.name)
+        if get_origin(kind) is Literal:
+            choices = get_args(kind)
+            kind = str
+
+        letters = {int: "N", float: "X", bool: "BOOL"} if field.metadata["parse"] is None else {}
+        last_word = field.name.rpartition("_")[2].upper()
+        metavar = field.metadata["metavar"] or letters.get(kind, last_word)
         return cls(
             name=field.name,
-            kind=str if has_words else kind,
+            kind=kind,
             takes_list=takes_list,
             is_optional=NoneType in options,
-            choices=get_args(kind) if has_words else config.choices(field.name),
+            choices=choices,
             default=getattr(config, field.name),
+            metavar="{" + ",".join(choices) + "}" if choices else metavar,
             metadata=field.metadata,
         )
-
-    @property
-    def default_text(self) -> str:
-        """The default as the user would write it; empty if there is none."""
-        has_none = self.default is None or self.default is False or self.default == []
-        return "" if has_none else text_of(self.default)
-
-    @property
-    def metavar(self) -> str:
-        """The name of its value, such as ``N``, or the words that it takes."""
-        if self.choices:
-            return "{" + ",".join(self.choices) + "}"
-        letters = {int: "N", float: "X", bool: "BOOL"} if self.metadata["parse"] is None else {}
-        last_word = self.name.rpartition("_")[2].upper()
-        return self.metadata["metavar"] or letters.get(self.kind, last_word)
-
-    def add_to(self, group: Any, *, show_hidden: bool) -> None:
-        """Add it to a group of a parser."""
-        default = f" (default: {self.default_text})" if self.default_text else ""
-        text = f"{self.metadata['help']}{default}".replace("%", "%%")
-        is_shown = show_hidden or not self.metadata["hidden"]
-        nargs = "?" if self.kind is bool else None
-        group.add_argument(
-            *[f"--{name}" for name in (self.name, self.metadata["alias"]) if name],
-            dest=self.name,
-            type=self.convert,
-            nargs="+" if self.takes_list else nargs,
-            const=True if self.kind is bool else None,
-            metavar=self.metavar,
-            help=text if is_shown else argparse.SUPPRESS,
-        )
-        if self.kind is bool:
-            negation = f"--no_{self.name}"
-            group.add_argument(
-                negation, dest=self.name, action="store_false", help=argparse.SUPPRESS
-            )
 
     def convert(self, word: str) -> Any:
         """Return the value that a word stands for.
@@ -126,7 +100,9 @@ def _boolean(word: str) -> bool:
 
 
 def text_of(value: Any) -> str:
-    """Return the value of a flag as the user would write it."""
+    """Return the value of a flag as the user would write it; empty if there is none."""
+    if value is None:
+        return ""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -165,7 +141,23 @@ class Parser(argparse.ArgumentParser):
         for title, flags in self.sections.items():
             group = self.add_argument_group(title)
             for flag in flags:
-                flag.add_to(group, show_hidden=show_hidden)
+                default = text_of(flag.default)
+                text = flag.metadata["help"] + (f" (default: {default})" if default else "")
+                is_shown = show_hidden or not flag.metadata["hidden"]
+                is_switch = flag.kind is bool
+                nargs = "?" if is_switch else None
+                group.add_argument(
+                    *[f"--{name}" for name in (flag.name, flag.metadata["alias"]) if name],
+                    dest=flag.name,
+                    type=flag.convert,
+                    nargs="+" if flag.takes_list else nargs,
+                    const=is_switch or None,
+                    metavar=flag.metavar,
+                    help=text.replace("%", "%%") if is_shown else argparse.SUPPRESS,
+                )
+                if is_switch:
+                    options: Any = {"action": "store_false", "help": argparse.SUPPRESS}
+                    group.add_argument(f"--no_{flag.name}", dest=flag.name, **options)
 
     def values_of(self, words_by_name: Mapping[str, list[str]]) -> dict[str, Any]:
         """Return the values of a recipe's flags, for the words that would follow them.

@@ -4,7 +4,7 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -46,25 +46,11 @@ def text_of_settings(
     return "\n".join(lines)
 
 
-class Setting(NamedTuple):
-    """A setting in a text that :func:`text_of_settings` has written.
-
-    Attributes:
-        value: the value; ``None`` for none.
-        is_set: whether the user set the flag.
-    """
-
-    value: Any
-    is_set: bool
-
-
-def settings_in(text: str) -> dict[str, Setting]:
+def settings_in(text: str) -> dict[str, Any]:
     """Return all settings in a text of :func:`text_of_settings`, defaults included."""
-    settings = {}
     # A line such as `#name: value` shows a default. A comment has a space after its mark.
-    for mark, name, value in re.findall(r"^(#?)(\w+): (.*)$", text, re.MULTILINE):
-        settings[name] = Setting(value=yaml.safe_load(value), is_set=not mark)
-    return settings
+    lines = re.findall(r"^#?(\w+): (.*)$", text, re.MULTILINE)
+    return {name: yaml.safe_load(value) for name, value in lines}
 
 
 def _comment(text: str) -> list[str]:

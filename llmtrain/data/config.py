@@ -8,9 +8,7 @@ from llmtrain.config.flags import (
     Config,
     flag,
     flags_of,
-    require_at_least,
-    require_at_most,
-    require_share,
+    require_range,
 )
 from llmtrain.data.formats import ConversationFormat, parse_columns
 from llmtrain.devices import cpu_cores
@@ -43,8 +41,8 @@ class BatchConfig(Config):
     )
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "global_batch_size", "per_device_train_batch_size")
-        require_at_most(self, _MOST_ROWS, "global_batch_size")
+        require_range(self, "global_batch_size", at_least=1, at_most=_MOST_ROWS)
+        require_range(self, "per_device_train_batch_size", at_least=1)
 
     def fit_micro_batch(self, row_tokens: int) -> None:
         """Lower the default micro-batch to 4,096 tokens, and log it.
@@ -142,9 +140,9 @@ class DataConfig(BatchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_share(self, "eval_fraction")
+        require_range(self, "eval_fraction", at_least=0, below=1)
         if self.max_train_samples is not None:
-            require_at_least(self, 1, "max_train_samples")
+            require_range(self, "max_train_samples", at_least=1)
         for name in flags_of(self):
             value = getattr(self, name)
             # A variable of a shell script may be empty.
@@ -215,7 +213,7 @@ class RowConfig(Config):
 
     def __post_init__(self) -> None:
         if self.dataset_num_proc is not None:
-            require_at_least(self, 1, "dataset_num_proc")
+            require_range(self, "dataset_num_proc", at_least=1)
 
     @property
     def rendering_processes(self) -> int:

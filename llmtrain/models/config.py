@@ -9,14 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from llmtrain.config.flags import (
-    Affects,
-    Config,
-    flag,
-    require_at_least,
-    require_at_most,
-    require_share,
-)
+from llmtrain.config.flags import Affects, Config, flag, require_range
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.files import local_path
@@ -84,11 +77,11 @@ class GPTConfig(Config):
     )
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "n_layer", "n_head", "n_embd", "block_size")
-        require_at_most(self, MAX_LAYERS, "n_layer")
-        require_at_most(self, _MAX_WIDTH, "n_embd")
-        require_at_most(self, _MAX_ROW_LENGTH, "block_size")
-        require_share(self, "dropout")
+        require_range(self, "n_layer", at_least=1, at_most=MAX_LAYERS)
+        require_range(self, "n_head", at_least=1)
+        require_range(self, "n_embd", at_least=1, at_most=_MAX_WIDTH)
+        require_range(self, "block_size", at_least=1, at_most=_MAX_ROW_LENGTH)
+        require_range(self, "dropout", at_least=0, below=1)
         if self.n_embd % self.n_head:
             next_multiple = -(-self.n_embd // self.n_head) * self.n_head
             raise UserError(
@@ -217,10 +210,9 @@ class ModelConfig(Config):
 
     def __post_init__(self) -> None:
         if self.max_length != "auto":
-            require_at_least(self, 2, "max_length")
-            require_at_most(self, _MAX_ROW_LENGTH, "max_length")
+            require_range(self, "max_length", at_least=2, at_most=_MAX_ROW_LENGTH)
         if self.router_aux_loss_coef is not None:
-            require_at_least(self, 0, "router_aux_loss_coef")
+            require_range(self, "router_aux_loss_coef", at_least=0)
         self._check_attention()
         self.resolve_runs()
         try:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmtrain.config.flags import Affects, Config, flag, flags_of, require_at_least
+from llmtrain.config.flags import Affects, Config, flag, flags_of, require_range
 from llmtrain.errors import UserError
 
 
@@ -59,12 +59,12 @@ class LoraConfig(Config):
     )
 
     def __post_init__(self) -> None:
-        require_at_least(self, 0, "lora_r", "lora_dropout")
+        require_range(self, "lora_r", "lora_dropout", at_least=0)
         if not self.lora_r:
             for name in ("lora_modules_to_save", "lora_dropout", "use_dora", "use_rslora"):
                 if getattr(self, name):
                     raise UserError(f"--{name} needs --lora_r.")
-        require_at_least(self, 1, "lora_alpha")
+        require_range(self, "lora_alpha", at_least=1)
         if self.lora_dropout >= 1:
             raise UserError(f"--lora_dropout {self.lora_dropout} is too large: it must be below 1.")
 

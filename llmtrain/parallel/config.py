@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmtrain.config.flags import Affects, Config, flag, require_at_least, require_at_most
+from llmtrain.config.flags import Affects, Config, flag, require_range
 from llmtrain.errors import UserError
 
 SECONDS_OF_A_YEAR = 365 * 24 * 60 * 60
@@ -63,10 +63,10 @@ class ParallelConfig(Config):
     )
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "ddp_timeout")
+        # A larger one overflows.
+        require_range(self, "ddp_timeout", at_least=1, at_most=SECONDS_OF_A_YEAR)
         if self.threads is not None:
-            require_at_least(self, 1, "threads")
-        require_at_most(self, SECONDS_OF_A_YEAR, "ddp_timeout")  # larger ones overflow
+            require_range(self, "threads", at_least=1)
         size = self.ddp_bucket_cap_mb
         if size is not None and (size <= 0 or not math.isfinite(size)):
             raise UserError(f"--ddp_bucket_cap_mb {size} is out of range: it must be above 0.")

@@ -10,10 +10,7 @@ from llmtrain.config.flags import (
     Affects,
     Config,
     flag,
-    require_above,
-    require_at_least,
-    require_at_most,
-    require_share,
+    require_range,
 )
 from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig
@@ -131,17 +128,15 @@ class OptimConfig(Config):
     )
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "max_steps")
-        require_at_least(self, 0, "learning_rate", "min_lr", "weight_decay", "adam_epsilon")
-        require_at_least(self, 0, "skip_nonfinite", "seed")
-        require_at_most(self, 1_000_000, "learning_rate")  # a float32 overflows far above it
-        require_at_most(self, 2**63 - 1, "seed")
-        require_above(self, 0, "max_grad_norm", "decay_share")
-        require_at_most(self, 1, "decay_share")
-        require_share(self, "adam_beta1", "adam_beta2")
+        require_range(self, "max_steps", at_least=1)
+        require_range(self, "learning_rate", at_least=0, at_most=1_000_000)  # a float32 overflows
+        require_range(self, "min_lr", "weight_decay", "adam_epsilon", "skip_nonfinite", at_least=0)
+        require_range(self, "seed", at_least=0, at_most=2**63 - 1)
+        require_range(self, "max_grad_norm", above=0)
+        require_range(self, "decay_share", above=0, at_most=1)
+        require_range(self, "adam_beta1", "adam_beta2", at_least=0, below=1)
         if self.num_train_epochs is not None:
-            require_above(self, 0, "num_train_epochs")
-            require_at_most(self, 1_000_000, "num_train_epochs")
+            require_range(self, "num_train_epochs", above=0, at_most=1_000_000)
         _check_steps(self, 0, "warmup_steps")
         schedule = self.lr_scheduler_type
         if schedule == "constant" and self.min_lr > 0:
@@ -248,7 +243,7 @@ class EvalConfig(Config):
 
     def __post_init__(self) -> None:
         _check_steps(self, 0, "eval_steps")
-        require_at_least(self, 0, "early_stopping_patience")
+        require_range(self, "early_stopping_patience", at_least=0)
         if self.metric_for_best_model.startswith("eval_"):  # as in transformers
             self.metric_for_best_model = "eval/" + self.metric_for_best_model.removeprefix("eval_")
         if (self.keeps_best or self.sample_prompts) and not self.eval_steps:
@@ -387,9 +382,9 @@ class RunConfig(Config):
     def __post_init__(self) -> None:
         _check_steps(self, 1, "save_steps")
         # A resume finds an intact checkpoint if the newest one is damaged.
-        require_at_least(self, 2, "save_total_limit")
+        require_range(self, "save_total_limit", at_least=2)
         if self.max_hours is not None:
-            require_above(self, 0, "max_hours")
+            require_range(self, "max_hours", above=0)
         if not self.output_dir.strip():
             raise UserError("--output_dir is empty; name a folder for the run.")
         local_path(self.output_dir, "--output_dir ")

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from llmtrain.console import labelled, say
 from llmtrain.errors import UserError
@@ -27,9 +27,6 @@ from llmtrain.launching.children import (
 from llmtrain.recipe_arguments import add_recipe_arguments, check_recipe
 from llmtrain.record.history import History, candidate_folders, is_free, is_run
 from llmtrain.redaction import redacted
-
-if TYPE_CHECKING:
-    from llmtrain.config.yaml_file import Setting
 
 EXAMPLES = (
     "llmtrain repeat 5 recipes/gpt.py",
@@ -61,8 +58,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"{arguments.count} seeds: run at least one.")
     processes = process_count(arguments.processes, arguments.config_file, default=1)
     settings = _recipe_settings(arguments)
-    output_dir = next(candidate_folders(settings["output_dir"].value))
-    first_seed = settings["seed"].value
+    output_dir = next(candidate_folders(settings["output_dir"]))
+    first_seed = settings["seed"]
     seeds = range(first_seed, first_seed + arguments.count)
     for seed in seeds:
         _check_folder(arguments, _seed_folder(output_dir, seed), seed)
@@ -101,7 +98,7 @@ def _seed_flags(folder: Path, seed: int) -> list[str]:
 # --- the recipe, and runs that exist
 
 
-def _recipe_settings(arguments: argparse.Namespace) -> dict[str, "Setting"]:
+def _recipe_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the recipe with the user's flags, as the recipe itself prints them.
 
     Raises:
