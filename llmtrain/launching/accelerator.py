@@ -65,7 +65,10 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
     )
     _check_precision(precision, cpu, sharding=sharding, bitwise=bitwise)
 
-    _join_group_after_restart("gloo" if cpu else "cuda:nccl,cpu:gloo", timeout)
+    backend = "gloo" if cpu else "nccl"
+    if sharding is not None and sharding.cpu_offload and not cpu:
+        backend = "cuda:nccl,cpu:gloo"
+    _join_group_after_restart(backend, timeout)
     accelerator = _make_accelerator(
         cpu=cpu,
         precision=precision,
