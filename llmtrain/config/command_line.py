@@ -21,7 +21,6 @@ from llmtrain.config.unknown_names import did_you_mean
 from llmtrain.console import in_notebook, rank
 from llmtrain.errors import UserError
 
-_CONFIG_VARIABLE = "LLMTRAIN_CONFIG"  # names a YAML file of flags, in the environment
 _OPTIONS = ("help", "help_all", "config", "print_config")  # flags that are no settings
 _FLAGS_WITH_PLACEHOLDERS = ("output_dir", "run_name")
 S = TypeVar("S")
@@ -130,9 +129,9 @@ def _below_command_line(
             yield variable, parser.values_of({flag.name: words})
 
     files = [(path, path) for path in paths or []]
-    path_of_platform = os.environ.get(_CONFIG_VARIABLE)
+    path_of_platform = os.environ.get("LLMTRAIN_CONFIG")
     if path_of_platform:
-        files.insert(0, (f"{_CONFIG_VARIABLE}={path_of_platform}", path_of_platform))
+        files.insert(0, (f"LLMTRAIN_CONFIG={path_of_platform}", path_of_platform))
     for origin, path in files:
         try:
             values = parser.values_of(yaml_file.read(path))

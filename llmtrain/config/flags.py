@@ -16,7 +16,6 @@ from llmtrain.redaction import redacted
 
 Affects: TypeAlias = Literal["data", "numbers", "nothing"]
 COMMAND_LINE = "command line"  # the origin of a flag that is not from a file
-_PACKAGE = "llmtrain."  # the beginning of the names of its modules
 
 
 class Config:
@@ -206,14 +205,12 @@ def configs_of(settings: Any) -> dict[str, Config]:
     for settings_class in type(settings).__mro__:
         declared |= dict.fromkeys(inspect.get_annotations(settings_class))
     values = vars(settings)
-    names = [name for name in declared if name in values]
-    return {name: values[name] for name in names if isinstance(values[name], Config)}
+    return {name: values[name] for name in declared if isinstance(values.get(name), Config)}
 
 
 def flags_of(config: Config | type[Config]) -> dict[str, dataclasses.Field[Any]]:
     """Return the fields of a config by the names of their flags."""
-    fields = dataclasses.fields(config)  # type: ignore[arg-type]  # all configs are dataclasses
-    return {field.name: field for field in fields}
+    return {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
 
 
 def affected_by(config: Config, name: str) -> Affects:
@@ -260,7 +257,7 @@ def settings_fingerprint(settings: Any) -> JsonObject:
     """
     values = {}
     for config in configs_of(settings).values():
-        classes = [cls for cls in type(config).__mro__ if cls.__module__.startswith(_PACKAGE)]
+        classes = [cls for cls in type(config).__mro__ if cls.__module__.startswith("llmtrain.")]
         for name in flags_of(config):
             changes_run = affected_by(config, name) != "nothing"
             is_own = not any(name in inspect.get_annotations(cls) for cls in classes)
