@@ -33,7 +33,9 @@ from tests.launching import (
 
 LEFT = "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}"
 RIGHT = "\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}"
-LLAMA = shlex.split(f"--config_overrides {SMALL_SIZE} --tokenizer byte --max_length 96")
+LLAMA = shlex.split(
+    f"--from_config llama --config_overrides {SMALL_SIZE} --tokenizer byte --max_length 96"
+)
 Capture = pytest.CaptureFixture[str]
 
 
