@@ -33,6 +33,14 @@ pytest.register_assert_rewrite("tests.data")
 from tests.launching import LONG, WARNING_FILTERS, write_text  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def one_thread_for_runs_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep hundreds of runs from leaving a pool of threads each; others pass --threads 1."""
+    accelerator = sys.modules.get("llmtrain.launching.accelerator")
+    if accelerator is not None:
+        monkeypatch.setattr(accelerator, "cpu_cores", lambda: 1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _private_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.mktemp("private")

@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed import TCPStore
 
+from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
 from llmtrain.launching import accelerator as start
 from llmtrain.launching import process
@@ -147,6 +148,7 @@ def test_a_second_run_of_a_process_may_have_another_precision(
 def test_processes_share_the_cores_of_a_machine_unless_a_flag_says_otherwise(
     requested: int | None, bitwise: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(start, "cpu_cores", cpu_cores)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     # As torchrun sets them, if the user sets nothing.
     set_variables(monkeypatch, LOCAL_WORLD_SIZE=4, OMP_NUM_THREADS=1)

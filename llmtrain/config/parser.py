@@ -187,6 +187,7 @@ class Parser(argparse.ArgumentParser):
             name = re.match(r"--[^\W\d][\w-]*(?==|\Z)", word)
             end = name.end() if name else 0
             words.append(word[:2] + word[2:end].replace("-", "_") + word[max(end, 2) :])
+        self._words = words
         return super().parse_known_args(words, namespace)
 
     def refuse_unknown(self, words: list[str]) -> NoReturn:
@@ -204,6 +205,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UserError` with a message that names the help."""
+        if message.startswith("the following arguments are required"):
+            # A misspelled flag may be the reason. Those of a recipe are not known here.
+            unknown = [word for word in self._words if word.startswith("--")]
+            unknown = [word for word in unknown if word not in self._option_string_actions]
+            if unknown and self.get_default("flags") is None:
+                self.refuse_unknown(unknown)
         end = "" if message.endswith("?") else ";"
         where = "--help lists the flags" if self.program == "recipes" else f"see {self.prog} --help"
         raise UserError(f"{message.removeprefix('argument ')}{end} {where}.")

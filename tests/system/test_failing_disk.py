@@ -23,7 +23,7 @@ from tests.launching import ROOT, Ended, bound, long_form, metrics, write_text
 FLAGS = shlex.split(
     "--n_layer 1 --n_head 1 --n_embd 8 --block_size 16 --tokenizer byte --global_batch_size 2 "
     "--per_device_train_batch_size 2 --warmup_steps 1 --max_steps 6 --save_steps 2 "
-    "--save_total_limit 2 --logging_steps 1 --eval_steps 6 --report_to none"
+    "--save_total_limit 2 --logging_steps 1 --eval_steps 6 --report_to none --threads 1"
 )
 SAVED_STEPS = (2, 4, 6)
 FIRST_CALLS = 40  # how many calls of a kind fail, one in each case
