@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-DATA = ("yaml", "json", "jinja", "html", "txt")
+DATA = ("yaml", "json", "jinja", "html", "txt", "pyi")
 
 
 def code_lines(source: str) -> int:
