@@ -17,21 +17,27 @@ _PREFIX = r"[\w.-]*(?:[_.-]|(?-i:(?<=[a-z0-9])(?=[A-Z])))"
 _NO_SECRET = rf"(?!(?:{_PREFIX})?(?:{_ORDINARY})[_.-]?token\b|(?-i:PWD\b))"
 _PASSWORD = (
     rf"(?:[\w.-]*passw(?:or)?d|(?:{_PREFIX})?(?:pwd|passphrase|"
-    r"(?:api|access|account|secret|private|wandb)[_-]?key)"
-    r"|(?-i:PAT|[A-Z0-9_]+_(?:PAT|PASS|KEY)))"  # variables; other keys may be columns of a table
+    r"(?:api|access|account|secret|private)[_-]?key)|(?-i:(?:[A-Z0-9_]+_)?PAT|[A-Z0-9_]+_PASS))"
 )
 _TOKEN = "(?:token|secret|credentials?)"
 _NAME = rf"{_NO_SECRET}(?:{_PASSWORD}|(?:{_PREFIX})?{_TOKEN})"
 # In prose, a word such as `token` may come before a colon: only with a prefix it is a name.
 _NAME_IN_PROSE = rf"{_NO_SECRET}(?:{_PASSWORD}|{_PREFIX}{_TOKEN})"
+# A name that ends in `key` may be a column of a table. It is a secret only with 40 hex digits,
+# which is the shape of a W&B key, or as the name of an environment variable.
+_KEY = r"(?:[\w.-]*[_.-])?key"
+_HEX = r"[0-9a-fA-F]{40}"
 _QUOTED = r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'"
 
 _SECRET_NAME = re.compile(rf"-{{0,2}}{_NAME}", re.IGNORECASE)
+_KEY_NAME = re.compile(rf"-{{0,2}}{_KEY}", re.IGNORECASE)
+_HEX_KEY = re.compile(rf"\b{_HEX}\b")
 # A name and its value within a text: name=value, --name value, "name": "value", name: value. The
 # groups keep the part before the value.
 _NAMED = re.compile(
     rf"(?<![\w.-])(-{{0,2}}{_NAME}=(?!=)|--{_NAME}\s+(?!-)|{_NAME_IN_PROSE}[ \t]*[:=][ \t]*(?!=))"
     rf"(?:{_QUOTED}|\S+)"
+    rf"|(?<![\w.-])(-{{0,2}}{_KEY}=|--{_KEY}\s+)[\"']?{_HEX}\b"
     rf"|([\"']{_NAME}[\"']\s*:\s*)(?:{_QUOTED})"
     r"|\b(authorization[\"']?\s*[:=]\s*[\"']?(?:(?:basic|bearer|token)\s+)?)[^\s\"']+"
     r"|\b(bearer\s+)(?:(?=[^\s\d]*\d)[^\s\"']{8,}|[^\s\"']{16,})"
@@ -42,13 +48,17 @@ _SHAPES = re.compile(
     r"(?<=://)[^\s/?#]+(?=@)"  # scheme://user:password@host
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.*?)(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
     r"|(?<![A-Za-z0-9])(?:"
-    r"(?:hf_|gh[pousr]_)[A-Za-z0-9]{16,}"  # Hugging Face, GitHub
-    # GitHub, GitLab, Slack, Google, NVIDIA, PyPI, npm, W&B
-    r"|(?:github_pat_|gl(?:pat|ptt|cbt|dt|rt|ft|soat)-|xox[a-z]-|xapp-|AIza|ya29\.|nvapi-|pypi-"
-    r"|npm_|wandb_v\d+_)\w[\w-]{15,}"
+    r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
+    r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}"  # GitHub
+    r"|gl(?:pat|ptt|cbt|dt|rt|ft|soat)-[\w-]{16,}"  # GitLab
+    r"|xox[a-z]-[\w-]{10,}|xapp-[\w-]{16,}"  # Slack
+    r"|AIza[\w-]{30,}|ya29\.[\w-]{16,}"  # Google
     r"|eyJ[\w-]{8,}\.[\w-]{8,}[\w.-]*"  # JSON web tokens
     r"|sk-(?=[\w-]*[A-Z0-9])[\w-]{16,}"  # OpenAI, Anthropic
-    r"|(?:AKIA|ASIA)[A-Z0-9]{16})"  # AWS
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}"  # AWS
+    r"|nvapi-[\w-]{16,}"  # NVIDIA
+    r"|(?:pypi-|npm_)\w[\w-]{15,}"  # PyPI, npm
+    r"|wandb_v\d+_\w{16,})"  # W&B, which also has keys of 40 hex digits
 )
 _SHORTEST_SECRET = 8  # characters; a shorter value of a variable may be an ordinary word
 
@@ -63,9 +73,8 @@ def redacted(value: T, name: str = "") -> T:
     - what follows ``Bearer`` or ``Authorization:``,
     - the value of an environment variable whose name ends in a word such as ``TOKEN``, ``KEY``,
       ``SECRET``, ``PASSWORD``, ``PWD``, ``PAT`` or ``CREDENTIALS``, unless it is a path,
-    - a value under a name that ends in such a word: ``{"api_key": ...}``, ``["--hub_token", ...]``,
-      ``"password=..."`` or ``"password: ..."``. Names in lower case that only end in ``key`` may be
-      columns of a table.
+    - a value under a name that ends in such a word, except ``KEY``: ``{"api_key": ...}``,
+      ``["--hub_token", ...]``, ``"password=..."`` or ``"password: ..."``.
 
     Args:
         value: a string, or lists, tuples and dictionaries with strings in them, which keep their
@@ -80,7 +89,8 @@ def _environment_secrets() -> re.Pattern[str]:
     """Return a pattern for the secrets in environment variables."""
     secrets = set()
     for name, value in os.environ.items():
-        if _SECRET_NAME.fullmatch(name) and len(value) >= _SHORTEST_SECRET:
+        is_secret = _SECRET_NAME.fullmatch(name) or _KEY_NAME.fullmatch(name)
+        if is_secret and len(value) >= _SHORTEST_SECRET:
             # GOOGLE_APPLICATION_CREDENTIALS is the path of a file.
             top_folder = re.match(r"/[^/]+(?=/)", value)
             if top_folder is None or not Path(top_folder[0]).is_dir():
@@ -100,7 +110,7 @@ def _redacted(value: Any, environment_secrets: re.Pattern[str], name: str) -> An
         for key, item in value.items():
             # Everything inside a secret is a secret, whatever its own name.
             item_name = name if is_secret or not isinstance(key, str) else key
-            redacted_key = _redacted(key, environment_secrets, "")
+            redacted_key = _redacted_text(key, environment_secrets)
             pairs[redacted_key] = _redacted(item, environment_secrets, item_name)
         return type(value)(pairs)
 
@@ -115,10 +125,17 @@ def _redacted(value: Any, environment_secrets: re.Pattern[str], name: str) -> An
             flag = item if isinstance(item, str) and item.startswith("--") else ""
         return type(value)(items)
 
-    if not isinstance(value, str) or not value:
-        return value
-    if is_secret:
+    if isinstance(value, str) and value and is_secret:
         return HIDDEN
+    if isinstance(value, str) and _KEY_NAME.fullmatch(name):
+        value = _HEX_KEY.sub(HIDDEN, value)
+    return _redacted_text(value, environment_secrets)
+
+
+def _redacted_text(value: object, environment_secrets: re.Pattern[str]) -> object:
+    """Redact the secrets inside a text. Return any other value unchanged."""
+    if not isinstance(value, str):
+        return value
     text = environment_secrets.sub(HIDDEN, value)
     text = _NAMED.sub(lambda match: "".join(filter(None, match.groups())) + HIDDEN, text)
     return _SHAPES.sub(HIDDEN, text)

@@ -36,8 +36,6 @@ NAMES = [
     "HF_TOKEN",
     "api_key",
     "openai-api-key",
-    "wandb_key",
-    "OPENAI_KEY",
     "password",
     "db_password",
     "client_secret",
@@ -176,6 +174,14 @@ def test_the_rest_of_a_command_line_stays() -> None:
     expected = "recipes/gpt.py --hub_token *** --tokenizer byte --use_token --seed 3"
     assert redacted(line.split()) == expected.split()
     assert redacted("--hub_token Q9 --seed 3") == "--hub_token *** --seed 3"
+
+
+def test_40_hex_digits_are_a_secret_under_the_name_of_a_key_alone() -> None:
+    digits = "0123456789abcdef0123456789abcdef01234567"
+    assert redacted({"wandb_key": digits, "sha": digits}) == {"wandb_key": "***", "sha": digits}
+    words = ["--wandb_key", digits, "--sha", digits]
+    assert redacted(words) == ["--wandb_key", "***", "--sha", digits]
+    assert redacted(f"key={digits} sha={digits}") == f"key=*** sha={digits}"
 
 
 def test_a_secret_of_the_environment_never_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
