@@ -70,7 +70,7 @@ USUAL_MFU = 0.4
 
 _UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_UNITS |= {"mbit": 1e6 / 8, "gbit": 1e9 / 8}
+_UNITS |= {"bit": 1 / 8, "kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
 
 
 def known_device(title: str) -> str | None:

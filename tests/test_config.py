@@ -343,7 +343,9 @@ def test_a_value_out_of_range_is_an_error_that_names_its_flag(
 
 def test_a_placeholder_in_the_name_of_a_run_is_the_value_of_that_flag(tmp_path: Path) -> None:
     path = tmp_path / "team.yaml"
-    path.write_text("output_dir: runs/{optim}-{learning_rate}-{{x}}\nmodel_name_or_path: a/b c\n")
+    path.write_text(
+        "output_dir: runs/{optim}-{learning_rate}-{run_name}\nmodel_name_or_path: a/b c\n"
+    )
     sections = settings_of(RunConfig(), OptimConfig(), ModelConfig(), EvalConfig())
     flags = (
         f"--config {path} --learning_rate 1e-2 --optim muon --sample_prompts a b "
@@ -352,7 +354,7 @@ def test_a_placeholder_in_the_name_of_a_run_is_the_value_of_that_flag(tmp_path: 
 
     config = parse(sections, shlex.split(flags)).section0
 
-    assert config.output_dir == "runs/muon-0.01-{x}"
+    assert config.output_dir == "runs/muon-0.01-a-b-c,5,a-b"
     assert config.run_name == "a-b-c,5,a-b"
     assert config.origins["output_dir"] == str(path)
 
@@ -362,9 +364,10 @@ def test_a_placeholder_in_the_name_of_a_run_is_the_value_of_that_flag(tmp_path: 
     [
         (
             "{learning_rat}",
-            "runs/{learning_rat}: no flag is called 'learning_rat' - did you mean learning_rate?",
+            "runs/{learning_rat}: no flag for a name is called 'learning_rat' - did you mean learning_rate?",
         ),
-        ("{}", "runs/{}: no flag is called ''; write {{ and }}"),
+        ("{}", "runs/{}: no flag for a name is called ''; use another name"),
+        ("{output_dir}", "runs/{output_dir}: no flag for a name is called 'output_dir'"),
         ("{learning_rate}", "runs/{learning_rate}: set --learning_rate, too"),
     ],
 )

@@ -200,8 +200,14 @@ def test_plain_python_with_exported_variables_may_start(check: Callable[..., Non
             "--num_processes 2 recipes/gpt.py --run_name 'my run'",
         ),
         ({"WORLD_SIZE": 2}, "unset WORLD_SIZE"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "use_deepspeed true, which is not supported"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "use_megatron_lm true, which is not supported"),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true"},
+            "the distributed_type DEEPSPEED, which is not supported",
+        ),
+        (
+            {"ACCELERATE_USE_MEGATRON_LM": "true"},
+            "the distributed_type MEGATRON_LM, which is not supported",
+        ),
     ],
 )
 def test_a_launch_that_is_not_as_the_user_asked_is_refused_with_what_to_do(

@@ -8,6 +8,7 @@ JSON: the object with the "text" added.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -177,7 +178,7 @@ def _prompts(prompt: str | None) -> Iterator[_Prompt]:
             with as_user_error(source, describe=first_line):
                 content = prompt_of(record)
             yield _Prompt(source, content, record)
-        elif text.startswith('{"'):
+        elif re.match(r"\s*[\[{]\s*\"", text):
             raise UserError(
                 f'{source} is not a JSON object with "prompt", "messages" or "conversations".'
             )

@@ -22,7 +22,7 @@ from llmtrain.console import in_notebook, rank
 from llmtrain.errors import UserError
 
 _OPTIONS = ("help", "help_all", "config", "print_config")  # flags that are no settings
-_FLAGS_WITH_PLACEHOLDERS = ("output_dir", "run_name")
+_FLAGS_WITH_PLACEHOLDERS = ("run_name", "output_dir")  # which may have the run's name
 S = TypeVar("S")
 
 
@@ -72,7 +72,8 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
     owners = {name: config for config in parsed.values() for name in flags_of(config)}
     for name in _FLAGS_WITH_PLACEHOLDERS:
         if name in owners and owners[name].is_set(name):
-            setattr(owners[name], name, _filled(getattr(owners[name], name), owners))
+            others = {flag: owners[flag] for flag in owners if flag not in ("output_dir", name)}
+            setattr(owners[name], name, _filled(getattr(owners[name], name), others))
     if options["print_config"]:
         _print_and_exit(yaml_file.text_of_settings(parser.sections, owners))
     return dataclasses.replace(defaults, **parsed)  # type: ignore[type-var]
@@ -146,8 +147,8 @@ def _filled(template: str, owners: Mapping[str, Config]) -> str:
     What is no part of a name, such as ``/``, becomes a dash.
 
     Args:
-        template: the name with placeholders, and ``{{`` for a brace.
-        owners: the section of each flag by its name.
+        template: the name with placeholders.
+        owners: the section of each flag that it may name.
 
     Raises:
         UserError: if a placeholder is no flag, or a flag that nobody has set.
@@ -155,17 +156,17 @@ def _filled(template: str, owners: Mapping[str, Config]) -> str:
 
     def value_of(placeholder: re.Match[str]) -> str:
         name = placeholder[1]
-        if name is None:
-            return placeholder[0][0]
         if name not in owners:
-            suggestion = did_you_mean(name, owners) or "; write {{ and }} for braces."
-            raise UserError(f"{template}: no flag is called '{name}'{suggestion}")
+            suggestion = did_you_mean(name, owners) or "; use another name."
+            raise UserError(f"{template}: no flag for a name is called '{name}'{suggestion}")
         if not owners[name].is_set(name):
             # A recipe may still choose another default, for a pretrained model or short data.
             raise UserError(f"{template}: set --{name}, too; its default may change.")
-        return re.sub(r"[^\w.,+=-]+", "-", text_of(getattr(owners[name], name)) or "auto")
+        value = getattr(owners[name], name)
+        text = "auto" if value is None else text_of(value)
+        return re.sub(r"[^\w.,+=-]+", "-", text).lstrip(".")
 
-    return re.sub(r"{{|}}|{([^{}]*)}", value_of, template)
+    return re.sub(r"{([^{}]*)}", value_of, template)
 
 
 def _print_and_exit(text: str) -> NoReturn:

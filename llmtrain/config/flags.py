@@ -152,7 +152,7 @@ def flag(
         metavar: the name of the value in ``--help``. By default, the last word of the flag.
         parse: turns a word on the command line into a text, a number or a boolean, or raises
             :class:`ValueError`. By default, the type of the field does.
-        alias: another name of the flag, which ``--help`` does not show.
+        alias: another name of the flag.
         variable: an environment variable that sets the flag if neither ``--config`` nor the command
             line does. It has the words that would follow the flag, separated by spaces or commas.
     """

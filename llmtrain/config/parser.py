@@ -58,6 +58,8 @@ class Flag:
         if get_origin(kind) is Literal:
             choices = get_args(kind)
             kind = str
+        if kind not in (str, int, float, bool) and field.metadata["parse"] is None:
+            raise TypeError(f"--{field.name}: a flag of type {kind} needs parse=...")
 
         letters = {int: "N", float: "X", bool: "BOOL"} if field.metadata["parse"] is None else {}
         last_word = field.name.rpartition("_")[2].upper()

@@ -57,11 +57,13 @@ class Difference(NamedTuple):
         name: the name of a flag, such as ``--seed``, or of something else, such as ``commit``.
         values: its value in each run; ``None`` if a run has not recorded it.
         affects: what it affects, as in :class:`Fact`.
+        is_code: whether it says which code was run.
     """
 
     name: str
     values: list[Json]
     affects: str
+    is_code: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} {' and '.join(shorten_hash(value) for value in self.values)}"
@@ -78,7 +80,8 @@ def facts_of(run: History) -> dict[str, Fact]:
             facts[f"--{name}"] = Fact(value, run.affects(name))
 
     start = run.starts[0] if run.starts else {}
-    record = {**start, **run.record, "processes": start.get("processes")}
+    # The record also has the processes of the latest start.
+    record = {**run.record, **start}
     for key, (name, affects) in _RECORDED.items():
         if key in record:
             facts[name] = Fact(record[key], affects, is_code=key in ("git_sha", "code_sha256"))
@@ -98,17 +101,20 @@ def differences(runs: Sequence[History]) -> list[Difference]:
         # A key that other versions of the package do not record says nothing.
         is_known = name.startswith("--") or len(facts) == len(runs)
         if is_known and any(value != values[0] for value in values):
-            differing.append(Difference(name, values, facts[0].affects))
+            differing.append(Difference(name, values, facts[0].affects, facts[0].is_code))
     return differing
 
 
 def tolerance_between(run_a: History, run_b: History) -> Tolerance:
     """Return by how much two runs may differ: by nothing with ``--bitwise``, else by rounding.
 
-    The lowest precision of all their starts counts.
+    Their micro-batches must have the same size. The lowest precision of all their starts counts.
     """
     starts = [*run_a.starts, *run_b.starts]
-    if run_a.settings.get("bitwise") and run_b.settings.get("bitwise") and starts:
+    are_bitwise = run_a.settings.get("bitwise") and run_b.settings.get("bitwise")
+    rows_a = run_a.settings.get("per_device_train_batch_size")
+    rows_b = run_b.settings.get("per_device_train_batch_size")
+    if are_bitwise and rows_a == rows_b and starts:
         keys = ("threads", "device", "host", "mixed_precision", "versions")
         if all(start.get(key) == starts[0].get(key) for start in starts for key in keys):
             return NO_TOLERANCE

@@ -108,7 +108,8 @@ def _names(runs: Sequence[History]) -> list[str]:
     for run in runs:
         values = _compared_values(run)
         names.append(_name({name: values[name] for name in differing if name in values}))
-    if len(set(names)) == len(names):
+    has_one_code = len({code_of(run) for run in runs}) == 1
+    if len(set(names)) == len(names) or has_one_code:
         return names
     return [
         ", ".join(part for part in (name, f"code {shorten_hash(code_of(run))}") if part)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 # The values that some settings of accelerate may have. llmtrain itself finds the blocks in a model.
 # Accelerate's checkpointing would not repeat the same dropout, as --gradient_checkpointing does.
 _SUPPORTED = {
-    "ACCELERATE_USE_DEEPSPEED": ("false",),
-    "ACCELERATE_USE_MEGATRON_LM": ("false",),
     "FSDP_VERSION": ("2",),
     "FSDP_AUTO_WRAP_POLICY": ("", "transformer_based_wrap"),
     "FSDP_TRANSFORMER_CLS_TO_WRAP": ("",),
@@ -97,6 +95,12 @@ def requested_sharding(processes: int) -> "Sharding | None":
 
 def _check_supported(uses_fsdp: bool) -> None:
     """Raise :class:`UserError` if a setting has a value that llmtrain does not support."""
+    for name in ("DEEPSPEED", "MEGATRON_LM"):
+        if is_on(f"ACCELERATE_USE_{name}"):
+            raise _config_error(
+                f"has the distributed_type {name}, which is not supported; use "
+                f"{shipped_config('multi_gpu')} or {shipped_config('fsdp2')}"
+            )
     settings = {"FSDP_VERSION": "1"} | os.environ
     for variable, values in _SUPPORTED.items():
         # The launcher always sets the defaults of FSDP, even if FSDP is not used.
@@ -107,7 +111,7 @@ def _check_supported(uses_fsdp: bool) -> None:
         key = key.replace("transformer_cls", "transformer_layer_cls")
         remedy = f"use {' or '.join(values)}" if values[0] else "leave it out"
         raise _config_error(
-            f"has {key} {settings[variable]}, which is not supported; {remedy}, as in "
+            f"has {key} {settings[variable]}, which is not supported; {remedy}; see "
             f"{shipped_config('fsdp2')}"
         )
 

@@ -66,7 +66,7 @@ class ParallelConfig(Config):
         # A larger one overflows.
         require_range(self, "ddp_timeout", at_least=1, at_most=SECONDS_OF_A_YEAR)
         if self.threads is not None:
-            require_range(self, "threads", at_least=1)
+            require_range(self, "threads", at_least=1, at_most=1024)
         size = self.ddp_bucket_cap_mb
         if size is not None and (size <= 0 or not math.isfinite(size)):
             raise UserError(f"--ddp_bucket_cap_mb {size} is out of range: it must be above 0.")

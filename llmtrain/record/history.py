@@ -91,8 +91,11 @@ class History(NamedTuple):
     def affects(self, name: str) -> str:
         """Return what a flag affects: ``data``, ``numbers`` or ``nothing``."""
         flags: dict[str, JsonObject] = self.record.get("settings", {})
-        affects: str = flags[name].get("affects", "numbers")
-        return affects
+        words = set(flags[name].get("affects", "numbers").split())
+        # Runs of format 1 have other words, of which several may apply.
+        if words & {"data", "seed"}:
+            return "data"
+        return "nothing" if words <= {"nothing", "layout", "nowhere"} else "numbers"
 
     @property
     def starts(self) -> list[JsonObject]:

@@ -51,6 +51,8 @@ def start(settings: Settings) -> Accelerator:
     if plan is not None:
         planned = {"auto": plan.precision, "fp16": "bf16"}  # which takes the same memory
         requested = settings.parallel.mixed_precision
+        if requested == "fp16" and plan.precision == "no":
+            raise UserError("--mixed_precision fp16 needs a GPU; plan one with --device.")
         return start_planned_accelerator(planned.get(requested, requested))
     return start_accelerator(settings.parallel)
 

@@ -85,13 +85,14 @@ def test_settings_that_differ_have_what_they_affect(tmp_path: Path) -> None:
     other = history(tmp_path / "b", {1: 1.0}, starts=[{}], **other_settings)
 
     assert differences([run, other]) == [
-        ("--learning_rate", [0, 1], "numbers"),
-        ("--tokenizer", ["a", "b"], "data"),
-        ("--invented", [1, 2], "numbers"),
+        ("--learning_rate", [0, 1], "numbers", False),
+        ("--tokenizer", ["a", "b"], "data", False),
+        ("--invented", [1, 2], "numbers", False),
     ]
     text = text_of(diff_runs(run, other))
-    assert "perhaps   --tokenizer a and b" in text
-    assert "cause" not in text, "there are three"
+    assert "perhaps   --learning_rate 0 and 1" in text
+    assert "cause" not in text, "there are two"
+    assert "also      --tokenizer a and b" in text, "its hash is the same"
 
 
 def test_the_only_setting_that_differs_is_the_cause(tmp_path: Path) -> None:
@@ -102,6 +103,19 @@ def test_the_only_setting_that_differs_is_the_cause(tmp_path: Path) -> None:
 
     assert "cause     --learning_rate 0 and 1" in text
     assert "also      processes 1 and 2" in text
+
+
+def test_another_commit_or_name_of_the_same_data_is_no_cause(tmp_path: Path) -> None:
+    """Most runs have another commit, so where to look is said all the same."""
+    run = history(tmp_path / "a", {1: 2.0}, starts=[{"git_sha": "1" * 40}], dataset="a.txt")
+    other = history(tmp_path / "b", {1: 1.0}, starts=[{"git_sha": "2" * 40}], dataset="b.txt")
+
+    text = text_of(diff_runs(run, other))
+
+    assert "cause" not in text
+    assert "perhaps   commit 111111111111..." in text
+    assert "perhaps   the model or the loss is computed differently" in text
+    assert "also      --dataset a.txt and b.txt" in text
 
 
 def test_nan_differs_from_a_number_but_not_from_nan(tmp_path: Path) -> None:
@@ -151,6 +165,17 @@ def test_the_flags_of_the_package_say_what_they_affect() -> None:
     assert {name: EFFECTS[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "affects"),
+    [("layout", "nothing"), ("nowhere", "nothing"), ("model data", "data"), ("update", "numbers")],
+)
+def test_words_of_earlier_runs_are_understood(words: str, affects: str, tmp_path: Path) -> None:
+    run = history(tmp_path / "a", {1: 2.0}, starts=[{}], learning_rate=0)
+    run.record["settings"]["learning_rate"]["affects"] = words
+
+    assert run.affects("learning_rate") == affects
+
+
 BITWISE = {"bitwise": True}
 
 
@@ -162,6 +187,7 @@ BITWISE = {"bitwise": True}
         (BITWISE, BITWISE, {}, True),
         (BITWISE, BITWISE, {"processes": 2}, True),
         (BITWISE, BITWISE, {"threads": 2}, False),
+        (BITWISE, {**BITWISE, "per_device_train_batch_size": 2}, {}, False),
         (BITWISE, BITWISE, {"mixed_precision": "bf16"}, False),
     ],
 )

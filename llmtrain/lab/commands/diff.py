@@ -70,6 +70,8 @@ _HINTS = {
 assert [*_HINTS] == [*QUANTITIES]
 # Only what affects the data can change these.
 _OF_DATA = ("rows", "input_tokens", "labels", "target_tokens")
+# They explain nothing if the data are the same.
+_NAMES_OF_DATA = ("--dataset", "--eval_dataset", "--tokenizer")
 # On different data, these differ even if nothing is wrong.
 _NEED_SAME_DATA = ("initial_loss", "eval_loss", "eval_bits_per_byte")
 
@@ -119,7 +121,10 @@ def _as_json(difference: RunDifference) -> JsonObject:
 def diff_runs(run_a: History, run_b: History) -> RunDifference:
     """Compare two runs. They may have been interrupted, and may have different parallel layouts."""
     tolerance = tolerance_between(run_a, run_b)
-    has_same_data = run_a.record.get("data_sha256") == run_b.record.get("data_sha256")
+    has_same_data = all(
+        run_a.record.get(key) == run_b.record.get(key)
+        for key in ("data_sha256", "tokenizer_sha256")
+    )
     candidates = [
         _divergence(key, run_a, run_b, tolerance=tolerance)
         for key in QUANTITIES
@@ -135,7 +140,11 @@ def diff_runs(run_a: History, run_b: History) -> RunDifference:
         of_data = first.quantity in _OF_DATA
         affecting = ("data",) if of_data else ("data", "numbers")
         suspects = [difference for difference in different if difference.affects in affecting]
-        hint = "" if suspects else _HINTS[first.quantity]
+        if has_same_data:  # whatever it is called
+            suspects = [suspect for suspect in suspects if suspect.name not in _NAMES_OF_DATA]
+        # The code differs between most runs, so that alone explains little.
+        is_unexplained = all(suspect.is_code for suspect in suspects)
+        hint = _HINTS[first.quantity] if is_unexplained else ""
         if first.grown_from is not None:
             hint = (
                 "rounding errors may have grown: at the log entry before, the runs agree within "

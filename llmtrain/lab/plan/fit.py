@@ -99,6 +99,12 @@ def fit_into(limit: float, plan: Plan, request: PlanRequest) -> Fit:
     Raises:
         UserError: if the global batch cannot be divided among the processes.
     """
+    machines = -(-request.processes // plan.cluster.per_machine)
+    if request.processes % machines:
+        raise UserError(
+            f"--processes {request.processes} cannot be divided among {machines} machines of "
+            f"{plan.cluster.per_machine}; accelerate starts equally many on each."
+        )
     too_large: list[PlannedLayout] = []
     chosen: PlannedLayout | None = None
     for memory in _arithmetics(plan.memory):
@@ -112,7 +118,6 @@ def fit_into(limit: float, plan: Plan, request: PlanRequest) -> Fit:
             break
 
     answer = chosen or min(too_large, key=lambda candidate: candidate.bytes.total)
-    machines = -(-request.processes // plan.cluster.per_machine)
     return Fit(
         limit=limit,
         chosen=answer,
@@ -175,8 +180,10 @@ def _candidates(
 
 def _can_be_sharded(memory: Memory) -> bool:
     """Return whether FSDP2 can shard a model."""
+    if memory.has_4bit_base or memory.recipe.settings.parallel.mixed_precision == "fp16":
+        return False
     try:
-        return bool(memory.units) and not memory.has_4bit_base
+        return bool(memory.units)
     except UserError:  # a model without blocks
         return False
 

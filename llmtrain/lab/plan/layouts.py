@@ -151,6 +151,8 @@ def plan_layout(
     """
     if sharding.is_sharded and memory.has_4bit_base:
         raise UserError("--load_in_4bit weights cannot be sharded")
+    if sharding.is_sharded and memory.recipe.settings.parallel.mixed_precision == "fp16":
+        raise UserError("--mixed_precision fp16 is not for sharded models")
     accumulation = rows_of_process(memory, sharding.processes) // rows
     layout = PlannedLayout(
         name=name,

@@ -105,7 +105,7 @@ class Tracker:
     def open(self) -> None:
         """Begin a run, or continue that of the earlier starts if the tracker can do that."""
         state = read_object(self.state_path)
-        self.sent_step = state.get("step", -1)
+        self.sent_step = -1 if state.get("step") is None else state["step"]
         arguments: dict[str, JsonObject] = {
             # TensorBoard drops what a start sent of the next step before it was killed.
             "tensorboard": {"purge_step": self.sent_step + 1},
