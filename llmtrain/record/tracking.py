@@ -50,10 +50,7 @@ class MetricsLog:
             tracker = WeightsAndBiases(name, run) if name == "wandb" else Tracker(name, run)
             self.trackers.append(tracker)
             if not tracker.opened.wait(_START_SECONDS):
-                note(
-                    f"{name}: no answer in {_START_SECONDS} s; the run goes on, and sends it "
-                    "everything if it answers later."
-                )
+                note(f"{name}: no answer in {_START_SECONDS} s; it gets all entries later.")
 
     @property
     def addresses(self) -> dict[str, str]:

@@ -156,8 +156,7 @@ def test_trackers_that_fail_or_stall_disturb_neither_the_run_nor_others(
     notes = capsys.readouterr().err.splitlines()
     assert sorted(notes) == [
         "note: fails: tracking stopped: division by zero; metrics.jsonl has everything.",
-        "note: opens late: no answer in 1 s; the run goes on, and sends it everything if it answers "
-        "later.",
+        "note: opens late: no answer in 1 s; it gets all entries later.",
         "note: opens late: no answer in 2 s, so it is abandoned; metrics.jsonl has everything.",
         "note: stalls: no answer in 2 s, so it is abandoned; metrics.jsonl has everything.",
     ]
