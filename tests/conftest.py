@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", NETRC=os.devnull)
-os.environ["OMP_NUM_THREADS"] = "1"  # two tests on two cores must not fight for threads
+# Two tests on two cores must not fight for threads, nor must threads that wait keep others from a core.
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 for name in [*os.environ]:
     if name.startswith(("WANDB_", "ACCELERATE_")):
         del os.environ[name]
