@@ -19,9 +19,9 @@ TrainerState = dict[str, Any]
 
 def test_the_code_of_the_page_is_in_the_files() -> None:
     blocks = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    files = [(MIGRATE / name).read_text() for name in ("trl_own.py", "llmtrain_own.py")]
+    files = [(MIGRATE / name).read_text() for name in ("llmtrain_own.py", "trl_grpo.py")]
 
-    assert len(blocks) == 13
+    assert len(blocks) == 7
     for block in blocks:
         assert any(block in file for file in files), block
 

@@ -1,4 +1,4 @@
-"""docs/guides/migrate.md: its four files have the same losses.
+"""docs/guides/from-trl.md: its four files have the same losses.
 
 LLMTRAIN_WRITE_DOCS=1 writes the losses into the page.
 """
@@ -20,7 +20,7 @@ from tests.launching import (
     wait,
 )
 
-PAGE = ROOT / "docs" / "guides" / "migrate.md"
+PAGE = ROOT / "docs" / "guides" / "from-trl.md"
 CPU_DDP = ROOT / "accelerate_configs" / "cpu_ddp.yaml"
 ACCELERATE = [str(BIN / "accelerate"), "launch", "--config_file", str(CPU_DDP)]
 
@@ -52,7 +52,7 @@ def test_the_four_files_and_the_page_have_the_same_losses(tmp_path: Path) -> Non
     assert series(tmp_path / "run", "train/loss") == expected
 
     page = PAGE.read_text()
-    block = re.search(r"```\n(.*?)```", page, re.DOTALL)
+    block = re.search(r"```\n(step .*?)```", page, re.DOTALL)
     assert block is not None
     if WRITE_DOCS:
         PAGE.write_text(page[: block.start(1)] + printed + page[block.end(1) :])
