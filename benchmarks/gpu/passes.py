@@ -17,8 +17,7 @@ import llmtrain as lt
 from benchmarks.gpu.call import Call, GPTSize
 from benchmarks.gpu.loops import GPTSettings, build_gpt, common_settings
 from benchmarks.gpu.rows import packed_rows, text_rows
-from llmtrain.models import attention_gpu
-from llmtrain.models.attention import causal_attention
+from llmtrain.models.attention import can_use_varlen, causal_attention, ready_documents
 from llmtrain.models.documents import Documents
 from llmtrain.models.loss import linear_nll
 from llmtrain.training.muon import orthogonal
@@ -176,12 +175,12 @@ def _packed_kernels(call: Call, documents: Documents) -> list[tuple[str, torch.d
     on_device = documents.to(call.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return causal_attention(q, k, v, on_device.ready_for(q.dtype))
+        return causal_attention(q, k, v, ready_documents(on_device, q.dtype))
 
     if not call.on_gpu:
         return [("blocks", torch.float32, attend)]
     kernels: list[tuple[str, torch.dtype, Attention]] = [("a mask", torch.float32, attend)]
-    if attention_gpu.can_use_varlen(torch.bfloat16):
+    if can_use_varlen(torch.bfloat16):
         kernels.append(("varlen", torch.bfloat16, attend))
     else:
         call.journal.record("passes", "varlen", left_out="the package does not use it on this card")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
-from llmtrain.models.attention import ATTENTION_NAME
+from llmtrain.models.attention import ATTENTION_NAME, ready_documents
 from llmtrain.models.documents import Documents, keep_documents_apart
 from llmtrain.models.experts import is_mixture_of_experts
 from llmtrain.models.loss import (
@@ -188,7 +188,7 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         if positions is not None:
             uses_cache = columns.setdefault("use_cache", False)
             if self.has_short_convolutions and not uses_cache:
-                columns["documents"] = documents_of(positions)
+                columns["documents"] = Documents.of(positions)
         return self.own_forward(input_ids=input_ids, **columns)
 
     def prepare_batch(self, batch: Batch) -> Batch:
@@ -296,7 +296,7 @@ def own_arguments(
         documents: the documents, if they are known.
     """
     if documents is None and positions is not None:
-        documents = documents_of(positions)
+        documents = Documents.of(positions)
     arguments: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
 
     implementation = model.config._attn_implementation or ""
@@ -306,7 +306,8 @@ def own_arguments(
         sees_all = torch.ones((), dtype=torch.bool, device=ids.device)
         arguments["attention_mask"] = sees_all.expand(len(ids), 1, ids.shape[1], ids.shape[1])
         known = documents or Documents()  # one document in each row
-        arguments["documents"] = known.ready_for(matmul_dtype(model.device, model.dtype))
+        dtype = matmul_dtype(model.device, model.dtype)
+        arguments["documents"] = ready_documents(known, dtype)
     elif implementation.startswith("flash") and documents is not None:
         # Flash attention takes rows that are laid end to end.
         assert positions is not None
@@ -318,11 +319,6 @@ def own_arguments(
     elif model.has_short_convolutions:
         arguments["documents"] = documents
     return arguments
-
-
-def documents_of(positions: Tensor) -> Documents:
-    """Return the documents of packed rows, given their position ids [B, T], on their device."""
-    return Documents.of(positions.cpu(), positions.is_cuda).to(positions.device)
 
 
 def _attention_flops(config: "PreTrainedConfig") -> int:

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.interfaces.batches import padded_size, pair_of
-from llmtrain.models import attention_cpu, attention_gpu
-from llmtrain.models.attention_cpu import Block
+from llmtrain.models import attention_cpu
 from llmtrain.models.trainable import put_in_front
 
 
@@ -19,7 +18,7 @@ from llmtrain.models.trainable import put_in_front
 class Documents:
     """The documents of packed rows [B, T], which do not see each other.
 
-    They are made on the host by :meth:`of`, before the rows are sent to a device.
+    Training makes them on the host with :meth:`of`, before the rows are sent to a device.
 
     Attributes:
         starts: int64 [B, T], the index in the row at which the document of each position begins.
@@ -38,7 +37,7 @@ class Documents:
     other_answers: Tensor | None = None
     positions: Tensor | None = None
     borders: Tensor | None = None
-    blocks: list[Block] | None = None
+    blocks: list[attention_cpu.Block] | None = None
 
     @classmethod
     def of(
@@ -50,14 +49,17 @@ class Documents:
         """Find the documents in packed rows.
 
         Args:
-            position_ids: [B, T] on the host. A document begins if they do not count up by one.
+            position_ids: [B, T]. A document begins if they do not count up by one. The result is
+                on their device.
             on_gpu: prepare what a GPU takes, in shapes that recur.
             answers: [B, T], the code of the answer that each token of preference data belongs to;
                 see :mod:`llmtrain.interfaces.batches`. The second answer of a pair continues
                 the prompt of the first, at its own positions.
         """
         # numpy stays on the calling thread. torch would start threads, which compete with training.
-        positions = position_ids.numpy()
+        device = position_ids.device
+        on_gpu = on_gpu or device.type == "cuda"
+        positions = position_ids.cpu().numpy()
         is_begin = np.diff(positions, prepend=positions[:, :1] - 2) != 1
         if answers is not None:
             codes = answers.numpy()
@@ -69,11 +71,12 @@ class Documents:
         if on_gpu:
             padding = padded_size(len(borders)) - len(borders)
             borders = np.pad(borders, (0, padding), mode="edge")
-        return cls(
+        documents = cls(
             starts=torch.from_numpy(starts),
             borders=torch.from_numpy(borders),
             blocks=None if on_gpu else attention_cpu.packed_blocks(starts),
         )
+        return documents.to(device)
 
     @classmethod
     def _of_pairs(
@@ -164,19 +167,6 @@ class Documents:
             return shifted
         exists = indices >= self.starts
         return torch.where(exists[..., None], shifted, 0)
-
-    def ready_for(self, dtype: torch.dtype) -> "Documents":
-        """Return the documents with borders only if attention in ``dtype`` takes them on a GPU.
-
-        Call it outside compiled code.
-        """
-        if self.borders is None or not self.borders.is_cuda:
-            return self
-        if not attention_gpu.can_use_varlen(dtype):
-            return replace(self, borders=None)
-        # Their number differs between micro-batches.
-        torch._dynamo.maybe_mark_dynamic(self.borders, 0)
-        return self
 
 
 def _latest(is_begin: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from llmtrain.files import JsonObject
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model import ModelBundle
-from llmtrain.models.attention import causal_attention
+from llmtrain.models.attention import causal_attention, ready_documents
 from llmtrain.models.config import GPTConfig
 from llmtrain.models.documents import Documents
 from llmtrain.models.export import ModelFiles
@@ -353,7 +353,8 @@ class GPT(TrainableModel):
             other_columns: columns of the micro-batch that this model does not need.
         """
         if position_ids is not None:
-            documents = self._ready_documents(inputs_of(position_ids), documents)
+            documents = documents or Documents.of(inputs_of(position_ids))
+            documents = ready_documents(documents, matmul_dtype(input_ids.device, self.head.dtype))
         hidden: Tensor = self.base_model(inputs_of(input_ids), dropout_keys, documents)
         return hidden
 
@@ -380,22 +381,9 @@ class GPT(TrainableModel):
         """
         documents = None
         if position_ids is not None:
-            documents = self._ready_documents(position_ids, None)
+            documents = Documents.of(position_ids)
+            documents = ready_documents(documents, matmul_dtype(input_ids.device, self.head.dtype))
         return F.linear(self.base_model(input_ids, dropout_keys, documents), self.head)
-
-    def _ready_documents(self, position_ids: Tensor, documents: Documents | None) -> Documents:
-        """Return the documents of rows with all that attention takes.
-
-        Args:
-            position_ids: [B, T], restarting at each document.
-            documents: the documents, if they are known.
-        """
-        device = position_ids.device
-        if documents is None:
-            on_gpu = device.type == "cuda"
-            documents = Documents.of(position_ids.cpu(), on_gpu).to(device)
-
-        return documents.ready_for(matmul_dtype(device, self.head.dtype))
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """Return the documents of a micro-batch whose rows have position ids.

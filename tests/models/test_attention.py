@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llmtrain.models import attention_cpu, attention_gpu
+from llmtrain.models import attention, attention_cpu
 from llmtrain.models.attention import ATTENTION_NAME, causal_attention, register
 from llmtrain.models.documents import Documents
 
@@ -358,8 +358,8 @@ def kernel_of_an_older_torch(*arguments: Any, is_causal: bool) -> torch.Tensor:
 def test_a_trial_tells_whether_the_kernel_is_correct(
     monkeypatch: pytest.MonkeyPatch, kernel: Any, expected: bool, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(attention_gpu, "varlen_attn", kernel)
-    is_correct = attention_gpu._varlen_is_correct(torch.device("cpu"), dtype)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    is_correct = attention._varlen_is_correct(torch.device("cpu"), dtype)
     assert is_correct == expected
 
 
@@ -368,7 +368,7 @@ def test_only_a_correct_kernel_is_used_and_only_in_half_precision(
     monkeypatch: pytest.MonkeyPatch, is_correct: bool
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(attention_gpu, "_varlen_is_correct", lambda device, dtype: is_correct)
-    can_use_varlen = attention_gpu.can_use_varlen.__wrapped__  # without its cache
+    monkeypatch.setattr(attention, "_varlen_is_correct", lambda device, dtype: is_correct)
+    can_use_varlen = attention.can_use_varlen.__wrapped__  # without its cache
     assert can_use_varlen(torch.bfloat16) == is_correct
     assert not can_use_varlen(torch.float32)
