@@ -226,7 +226,7 @@ def _model_of(history: History, checkpoint: str | None) -> str | None:
         with contextlib.suppress(UserError):  # no model yet
             model = model_folder(str(folder))
     objective = _fingerprint_of(history)["objective"] or {}
-    return model if objective.get("class") in ("Objective", "ExpertObjective") else None
+    return model if objective.get("class") == "Objective" else None
 
 
 def _nlls(rows: "Tokenized", numbers: list[int], model: str) -> list[float]:

@@ -15,7 +15,6 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
 from llmtrain.models.attention import ATTENTION_NAME, ready_documents
 from llmtrain.models.documents import Documents, keep_documents_apart
-from llmtrain.models.experts import is_mixture_of_experts
 from llmtrain.models.loss import (
     inputs_of,
     linear_nll,
@@ -319,6 +318,12 @@ def own_arguments(
     elif model.has_short_convolutions:
         arguments["documents"] = documents
     return arguments
+
+
+def is_mixture_of_experts(config: "PreTrainedConfig") -> bool:
+    """Return whether the configuration is of a model with several experts."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any((getattr(config, name, None) or 0) > 1 for name in names)
 
 
 def _attention_flops(config: "PreTrainedConfig") -> int:

@@ -184,12 +184,6 @@ class ModelConfig(Config):
         affects="nothing",
         group="batch and memory",
     )
-    router_aux_loss_coef: float | None = flag(
-        None,
-        "weight of the loss that balances the experts of a mixture-of-experts model (default: the "
-        "one in the model's configuration); 0 turns it off",
-        hidden=True,
-    )
     freeze: str | None = flag(
         None,
         "regular expression; parameters whose names contain a match are not trained",
@@ -211,8 +205,6 @@ class ModelConfig(Config):
     def __post_init__(self) -> None:
         if self.max_length != "auto":
             require_range(self, "max_length", at_least=2, at_most=_MAX_ROW_LENGTH)
-        if self.router_aux_loss_coef is not None:
-            require_range(self, "router_aux_loss_coef", at_least=0)
         self._check_attention()
         self.resolve_runs()
         try:

@@ -32,7 +32,6 @@ from llmtrain.models.causal_lm import CausalLM, make_causal_lm
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.configuration import is_hub_kernel
 from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
-from llmtrain.models.experts import ExpertObjective, balance_weight, is_mixture_of_experts
 from llmtrain.models.export import ModelFiles, config_values
 from llmtrain.models.hub_models import local_folder, origin_of, with_padding_token
 from llmtrain.models.lora import AdapterFiles, add_lora, with_adapter_weights
@@ -151,7 +150,6 @@ def load_model(
             trains_modules = is_reward_model or trains_whole_modules(lora, adapter)
             dtype = _frozen_dtype(folder, precision, trains_modules)
     model = build_model(base, rows.tokenizer, dtype, is_reward_model=is_reward_model)
-    _set_balance_weight(model, base.router_aux_loss_coef, has_preference=preference is not None)
     if bitwise:
         _check_no_dropout(model)
 
@@ -270,8 +268,7 @@ def _objective(
 
         return objective, prepare_answers
 
-    weight = balance_weight(model.config)
-    return ExpertObjective(weight) if weight else Objective(), model.prepare_batch
+    return Objective(), model.prepare_batch
 
 
 def _check_flags(config: ModelConfig, lora: LoraConfig | None) -> None:
@@ -301,27 +298,6 @@ def _check_flags(config: ModelConfig, lora: LoraConfig | None) -> None:
         )
     if config.load_in_4bit and not is_adapted:
         raise UserError("--load_in_4bit needs --lora_r: weights in 4 bits cannot be trained.")
-
-
-def _set_balance_weight(
-    model: "PreTrainedModel", weight: float | None, has_preference: bool
-) -> None:
-    """Set the weight of the balancing loss in the configuration of a mixture of experts.
-
-    Raises:
-        UserError: if the user has set a weight, and the run has no balancing loss.
-    """
-    text_config = model.config.get_text_config()
-    has_experts = is_mixture_of_experts(text_config)
-    if weight is not None and (not has_experts or (has_preference and weight)):
-        raise UserError(
-            "--router_aux_loss_coef is for fine-tuning a mixture of experts, and this run has no "
-            "balancing loss; leave it out."
-        )
-    if has_experts:
-        text_config.output_router_logits = False  # ExpertObjective computes the balancing loss
-        if weight is not None:
-            text_config.router_aux_loss_coef = weight
 
 
 def _model_files(

@@ -17,11 +17,11 @@ from llmtrain.models.attention import ATTENTION_NAME, register
 from llmtrain.models.causal_lm import (
     CausalLM,
     head_of,
+    is_mixture_of_experts,
     own_arguments,
     softcapped,
 )
 from llmtrain.models.documents import Documents
-from llmtrain.models.experts import is_mixture_of_experts
 from llmtrain.models.text_tower import outermost_modules
 from llmtrain.parallel.shards import reshard
 

@@ -32,7 +32,7 @@ HUB_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", SIZES, {}),
     "gpt2 with dropout": ("gpt2", SIZES, {}),  # 0.1 is its default
     "short convolutions": ("lfm2", SIZES, {}),
-    "experts with dropout": ("mixtral", f"{SIZES},{DROPOUT},router_aux_loss_coef=0.5", {}),
+    "experts with dropout": ("mixtral", f"{SIZES},{DROPOUT}", {}),
     "LoRA with dropout": ("llama", SIZES, {"lora_r": 4, "lora_dropout": 0.2}),
 }
 OWN_MODELS = ("gpt2", "lfm2")
