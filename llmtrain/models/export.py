@@ -1,9 +1,8 @@
 """The folder of a finished model, and how to load it: with transformers, peft or torch alone."""
 
-import functools
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
@@ -16,7 +15,7 @@ from torch import Size, Tensor, nn
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import JsonObject, read_object, write_json
 from llmtrain.interfaces.model import TensorConverter
-from llmtrain.model_folders import as_token_ids, is_adapter, weight_files
+from llmtrain.model_folders import is_adapter, weight_files
 from llmtrain.models.dtypes import DTYPES, StoredDtypes, check_range, with_dtype
 from llmtrain.models.hub_models import causal_lm_classes
 from llmtrain.models.text_tower import BASE_FILE, BaseTensors
@@ -28,17 +27,6 @@ if TYPE_CHECKING:
 
 # The key in config.json that names the class of a plain torch module.
 MODULE_CLASS = "torch_module"
-
-
-_SCORING_CODE = '''
-
-def score(messages: list[dict[str, str]]) -> float:
-    """Return the score of the last message, an answer to the messages before it."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    text = text.rstrip()  # ends with the token that ends the answer
-    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-    return model(input_ids=inputs.input_ids).logits.item()
-'''
 
 
 @dataclass(frozen=True)
@@ -123,11 +111,10 @@ class ModelFiles:
     def card(self, parameters: int) -> str:
         """Return the model card, in the form that the hub reads."""
         hub_lines = f"library_name: {self.library}\n"
-        is_reward_model = gives_scores(self.config)
         class_name = module_class_of(self.config)
         if not class_name:
             class_name = self.config["architectures"][0]
-            task = "text-classification" if is_reward_model else "text-generation"
+            task = "text-classification" if gives_scores(self.config) else "text-generation"
             hub_lines += f"pipeline_tag: {task}\n"
 
         origin = "Trained"
@@ -141,16 +128,12 @@ class ModelFiles:
 
         vocabulary = f", vocabulary {len(self.tokenizer):,}" if self.tokenizer is not None else ""
         loss_line = f"Training loss: {self.loss}.\n\n" if self.loss else ""
-        code = self.loading_code()
-        if is_reward_model and self.tokenizer is not None:
-            stop_token_ids = as_token_ids(self.generation.get("eos_token_id"))
-            code += scoring_code(self.tokenizer, stop_token_ids)
         return (
             f"---\n{hub_lines}tags: [llmtrain]\n---\n\n"
             f"# {class_name}, a {self.kind} of {parameters:,} parameters\n\n"
             f"{origin} with llmtrain on {self.trained_on}{vocabulary}.\n\n{loss_line}"
             '```python\nFOLDER = "."  # this folder; if you run the code elsewhere, its path\n\n'
-            f"{code}```\n"
+            f"{self.loading_code()}```\n"
         )
 
     def loading_code(self) -> str:
@@ -350,35 +333,3 @@ def gives_scores(config: JsonObject) -> bool:
     """
     architectures = "".join(config.get("architectures") or ())
     return config.get("task_type") == "SEQ_CLS" or "ForSequenceClassification" in architectures
-
-
-# --- reward models
-
-
-def scoring_code(tokenizer: "PreTrainedTokenizerFast", stop_token_ids: Collection[int]) -> str:
-    """Return code for the model card that scores an answer as training did.
-
-    A reward model is trained to score an answer at the token that ends it. Transformers scores the
-    last token of its input that does not pad. The two differ if the chat template writes a newline
-    after that token.
-
-    Args:
-        tokenizer: the tokenizer of the model.
-        stop_token_ids: the tokens at which an answer ends, besides EOS.
-
-    Returns:
-        Code that uses the variables ``model`` and ``tokenizer``. It is empty if there is no chat
-        template, or if the code would build another text than training did.
-    """
-    question = {"role": "user", "content": "What is the capital of France?"}
-    answer = {"role": "assistant", "content": "It is Paris."}
-    render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
-    try:
-        prompt = str(render([question], add_generation_prompt=True))
-        text = str(render([question, answer])).rstrip()
-    except Exception:  # a template can raise any error, and there may be none
-        return ""
-
-    last_token = tokenizer(text, add_special_tokens=False).input_ids[-1]
-    is_end = last_token in {tokenizer.eos_token_id, *stop_token_ids}
-    return _SCORING_CODE if is_end and text.startswith(prompt) else ""

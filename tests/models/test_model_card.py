@@ -13,7 +13,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import llmtrain as lt
 from llmtrain.data.loader import LocalBatches
 from llmtrain.data.order import Slot
-from llmtrain.models.export import scoring_code
 from llmtrain.parallel.placement import move_to_devices
 from tests.families import OVERRIDES
 from tests.models.small_models import byte_tokenizer, export_model
@@ -70,7 +69,7 @@ def scores_in_training(bundle: lt.ModelBundle, rows: lt.Tokenized) -> list[float
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_the_code_in_the_card_of_a_reward_model_scores_answers_as_training_does(
+def test_a_reward_model_loaded_as_its_card_says_scores_answers_as_training_does(
     template: str,
     build,
     tmp_path: Path,
@@ -88,22 +87,14 @@ def test_the_code_in_the_card_of_a_reward_model_scores_answers_as_training_does(
     monkeypatch.chdir(folder)
     exec(code, variables)
 
-    score = variables["score"]
     question = {"role": "user", "content": PROMPT}
-    scores = [score([question, {"role": "assistant", "content": answer}]) for answer in ANSWERS]
+    scores = []
+    for answer in ANSWERS:  # as in docs/guides/preferences.md
+        messages = [question, {"role": "assistant", "content": answer}]
+        text = variables["tokenizer"].apply_chat_template(messages, tokenize=False).rstrip()
+        inputs = variables["tokenizer"](text, add_special_tokens=False, return_tensors="pt")
+        scores.append(variables["model"](input_ids=inputs.input_ids).logits.item())
     assert scores == pytest.approx(expected, abs=1e-5)
-
-
-def test_the_card_has_no_scoring_code_if_training_builds_another_text() -> None:
-    prompt_begins_its_reasoning = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
-    )
-    no_end = prompt_begins_its_reasoning.replace("{{ eos_token }}", "").replace("<think>\n", "")
-    tokenizer = byte_tokenizer()
-    for template in (None, prompt_begins_its_reasoning, no_end, "{{ raise_exception('no') }}"):
-        tokenizer.chat_template = template
-        assert scoring_code(tokenizer, []) == ""
 
 
 @pytest.mark.parametrize(
