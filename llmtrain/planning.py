@@ -6,10 +6,8 @@ plan than in a run asks :func:`current_plan`.
 """
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from contextvars import ContextVar
-from pathlib import Path
 from typing import NamedTuple
 
 
@@ -18,11 +16,9 @@ class RecipePlan(NamedTuple):
 
     Attributes:
         precision: mixed precision of ``auto``, ``no`` or ``bf16``.
-        folder: a temporary folder for files that a run would write.
     """
 
     precision: str
-    folder: Path
 
 
 _plan: ContextVar[RecipePlan | None] = ContextVar("plan", default=None)
@@ -40,9 +36,8 @@ def planning(precision: str) -> Iterator[None]:
     Args:
         precision: mixed precision of ``auto``, ``no`` or ``bf16``.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        token = _plan.set(RecipePlan(precision, Path(folder)))
-        try:
-            yield
-        finally:
-            _plan.reset(token)
+    token = _plan.set(RecipePlan(precision))
+    try:
+        yield
+    finally:
+        _plan.reset(token)
