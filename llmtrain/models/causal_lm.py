@@ -53,6 +53,7 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         shares_prompts: whether a row of preference pairs holds a prompt once, followed by both
             answers. Only this package's attention can keep the answers apart.
         gives_scores: whether this is a reward model, which has no head that makes logits.
+        softcap: of the logits, if there is one.
         has_short_convolutions: whether layers other than attention take the documents of a row.
     """
 
@@ -61,6 +62,7 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
     row_length: int = 0
     shares_prompts: bool = False
     gives_scores: bool = False
+    softcap: float | None = None
     has_short_convolutions: bool = False
 
     @property
@@ -122,11 +124,11 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         loss = functools.partial(
             linear_nll,
             targets=targets_of(labels),
-            softcap=softcap_of(self),
+            softcap=self.softcap,
             target_positions=target_positions,
             per_target=per_target,
         )
-        head: Any = head_of(self)
+        head: Any = self.get_output_embeddings()  # type: ignore[no-untyped-call]
         nll: Tensor = head(self.hidden(input_ids, **columns), loss)
         return nll
 
@@ -166,8 +168,14 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
             return logits.flatten(0, 1).index_select(0, positions).float()
 
         hidden = self.hidden(input_ids, **columns).flatten(0, 1).index_select(0, positions)
-        head: Any = head_of(self)
-        return softcapped(self, head(hidden).float())
+        head: Any = self.get_output_embeddings()  # type: ignore[no-untyped-call]
+        return self.softcapped(head(hidden).float())
+
+    def softcapped(self, head_output: Tensor) -> Tensor:
+        """Return the logits that a linear head has computed, after the softcap of the model."""
+        if self.softcap is None:
+            return head_output
+        return self.softcap * torch.tanh(head_output / self.softcap)
 
     def _arguments(self, input_ids: Tensor, columns: Batch) -> dict[str, Any]:
         """Return the arguments of the model's own ``forward``, for all but the last position."""
@@ -221,13 +229,22 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
             return 0
 
         # An embedding multiplies nothing, unless it is the head as well.
-        head = head_of(self)
+        head = self.get_output_embeddings()  # type: ignore[no-untyped-call]
         of_head = {*head.parameters()} if head is not None else set()
         unused = {*self.get_input_embeddings().parameters()} - of_head
         parameters = [p for p in self.parameters() if p not in unused]
         weights = sum(p.numel() for p in parameters)
         trained = sum(p.numel() for p in parameters if p.requires_grad)
-        return 4 * weights + 2 * trained + _attention_flops(config) * self.row_length
+
+        attention = 0  # of all layers, per pair of tokens
+        layer_configs = config.per_layer_config  # the layers of Gemma 4 have heads of two sizes
+        layer_types = getattr(config, "layer_types", None) or ["attention"] * len(layer_configs)
+        for layer, layer_type in zip(layer_configs, layer_types, strict=False):
+            heads = getattr(layer, "num_attention_heads", None)
+            if heads and layer_type not in _WITHOUT_ATTENTION:
+                head_size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+                attention += 12 * heads * head_size
+        return 4 * weights + 2 * trained + attention * self.row_length
 
 
 class LossHead(nn.Module):
@@ -250,7 +267,7 @@ class LossHead(nn.Module):
         if loss is None:
             logits: Tensor = super().forward(hidden)  # that of the head's own class
             return logits
-        original = linear_of(self)
+        original: Any = getattr(self, "original_module", self)
         return loss(hidden, self.weight, bias=getattr(self, "bias", original.bias))
 
 
@@ -274,10 +291,13 @@ def make_causal_lm(
     causal_lm.row_length = row_length
     causal_lm.shares_prompts = shares_prompts
     causal_lm.gives_scores = gives_scores
+    text_config = model.config.get_text_config()
+    causal_lm.softcap = getattr(text_config, "final_logit_softcapping", None)
     causal_lm.has_short_convolutions = keep_documents_apart(model)
 
-    head = head_of(causal_lm)
-    if head is not None and type(linear_of(head)) is nn.Linear:
+    head = cast("nn.Module | None", model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    # peft wraps the head if it trains a copy, or some of its rows.
+    if head is not None and type(getattr(head, "original_module", head)) is nn.Linear:
         put_in_front(LossHead, head)
         causal_lm.head_is_linear = causal_lm.base_model is not causal_lm  # of nearly all models
     return causal_lm
@@ -324,37 +344,3 @@ def is_mixture_of_experts(config: "PreTrainedConfig") -> bool:
     """Return whether the configuration is of a model with several experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return any((getattr(config, name, None) or 0) > 1 for name in names)
-
-
-def _attention_flops(config: "PreTrainedConfig") -> int:
-    """Return the operations of all attention layers, forward and backward, per pair of tokens."""
-    layer_configs = config.per_layer_config  # the layers of Gemma 4 have heads of two sizes
-    layer_types = getattr(config, "layer_types", None) or ["attention"] * len(layer_configs)
-    flops = 0
-    for layer, layer_type in zip(layer_configs, layer_types, strict=False):
-        heads = getattr(layer, "num_attention_heads", None)
-        if heads and layer_type not in _WITHOUT_ATTENTION:
-            flops += 12 * heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
-    return flops
-
-
-def head_of(model: "PreTrainedModel | CausalLM") -> nn.Module | None:
-    """Return the module that makes logits, if a model has one."""
-    return cast("nn.Module | None", model.get_output_embeddings())  # type: ignore[no-untyped-call]
-
-
-def softcap_of(model: "PreTrainedModel | CausalLM") -> float | None:
-    """Return the softcap of the logits, if a model has one."""
-    return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-
-
-def softcapped(model: CausalLM, head_output: Tensor) -> Tensor:
-    """Return the logits that a linear head has computed, after the softcap of the model."""
-    softcap = softcap_of(model)
-    return head_output if softcap is None else softcap * torch.tanh(head_output / softcap)
-
-
-def linear_of(head: nn.Module) -> nn.Module:
-    """Return a head without peft's wrapper for a trained copy or trained rows."""
-    original: nn.Module = getattr(head, "original_module", head)
-    return original

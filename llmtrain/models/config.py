@@ -21,7 +21,6 @@ from llmtrain.model_folders import (
 )
 from llmtrain.models.configuration import (
     MAX_LAYERS,
-    is_hub_kernel,
     is_model_type,
     new_configuration,
     parse_overrides,
@@ -204,7 +203,18 @@ class ModelConfig(Config):
     def __post_init__(self) -> None:
         if self.max_length != "auto":
             require_range(self, "max_length", at_least=2, at_most=_MAX_ROW_LENGTH)
-        self._check_attention()
+        attention = self.attn_implementation or ""
+        is_kernel_of_hub = "/" in attention
+        if is_kernel_of_hub and not self.trust_remote_code:
+            raise UserError(
+                f"--attn_implementation {attention} is a program on the hub, which would be "
+                "downloaded and run; add --trust_remote_code if you trust its author."
+            )
+        if is_kernel_of_hub and not re.search(r"@[0-9a-f]{40}(:|$)", attention):
+            raise UserError(
+                f"--attn_implementation {attention}: name its commit as well, ORG/NAME@COMMIT with "
+                "40 hexadecimal digits; otherwise a resumed run might compute something else."
+            )
         self.resolve_runs()
         try:
             re.compile(self.freeze or "")
@@ -221,30 +231,20 @@ class ModelConfig(Config):
                 "only their own configuration."
             )
 
-    def _check_attention(self) -> None:
-        """Raise :class:`UserError` for a kernel of the hub that is not trusted, or may change."""
-        name = self.attn_implementation
-        if not is_hub_kernel(name):
-            return
-        if not self.trust_remote_code:
-            raise UserError(
-                f"--attn_implementation {name} is a program on the hub, which would be downloaded "
-                "and run; add --trust_remote_code if you trust its author."
-            )
-        if not re.search(r"@[0-9a-f]{40}(:|$)", str(name)):
-            raise UserError(
-                f"--attn_implementation {name}: name its commit as well, ORG/NAME@COMMIT with 40 "
-                "hexadecimal digits; otherwise a resumed run might compute something else."
-            )
-
     def resolve_runs(self) -> None:
         """Let the names of runs and checkpoints refer to their model folders.
 
         A program may set these fields after the config is made, so those who read them call this.
         """
         self.model_name_or_path = _model_of_run(self.model_name_or_path, "model_name_or_path")
-        self._check_revision()
         name = self.model_name_or_path
+        is_of_hub = name is not None and not Path(name).is_dir()
+        is_named = name is not None or self.from_config is not None
+        if self.model_revision != "main" and is_named and not is_of_hub:
+            raise UserError(
+                f"--model_revision {self.model_revision} is for a model of the hub in "
+                f"--model_name_or_path, and {name or self.from_config} is none; leave it out."
+            )
         if name is not None and is_adapter(Path(name)) and not self.continue_adapter:
             raise UserError(
                 f"--model_name_or_path {name} is an adapter: add --continue_adapter to train it "
@@ -254,17 +254,6 @@ class ModelConfig(Config):
         is_folder = self.from_config is not None and Path(self.from_config).is_dir()
         if is_folder and not is_model_type(str(self.from_config)):
             self.from_config = _model_of_run(self.from_config, "from_config")
-
-    def _check_revision(self) -> None:
-        """Raise :class:`UserError` for the revision of something else than a model of the hub."""
-        name = self.model_name_or_path
-        is_of_hub = name is not None and not Path(name).is_dir()
-        is_named = name is not None or self.from_config is not None
-        if self.model_revision != "main" and is_named and not is_of_hub:
-            raise UserError(
-                f"--model_revision {self.model_revision} is for a model of the hub in "
-                f"--model_name_or_path, and {name or self.from_config} is none; leave it out."
-            )
 
     @property
     def tokenizer_name(self) -> str | None:

@@ -114,7 +114,12 @@ def new_configuration(
 
     # Some classes, such as GPT-2's, have their own names for the common keys.
     renamed = {original.attribute_map.get(key, key): value for key, value in values.items()}
-    if not _changes_heads(overrides, original):
+    changed_keys = {original.attribute_map.get(key, key) for key in overrides}
+    changes_heads = changed_keys & {
+        original.attribute_map.get(key, key) for key in ("hidden_size", "num_attention_heads")
+    }
+    has_heads = hasattr(original, "num_attention_heads")
+    if not has_heads or not changes_heads or "head_dim" in changed_keys:
         return make(name, **renamed)
     if is_type and not has_latent_attention:
         # The class chooses: Llama divides the width among the heads, and Qwen3 always has 128.
@@ -127,20 +132,6 @@ def new_configuration(
     return make(name, **renamed)
 
 
-def _changes_heads(overrides: dict[str, object], original: "PreTrainedConfig") -> bool:
-    """Return whether overrides change the width or the number of heads, but not ``head_dim``."""
-    names = original.attribute_map
-    changed_keys = {names.get(key, key) for key in overrides}
-    size_keys = {names.get(key, key) for key in ("hidden_size", "num_attention_heads")}
-    has_heads = hasattr(original, "num_attention_heads")
-    return has_heads and bool(changed_keys & size_keys) and "head_dim" not in changed_keys
-
-
-def is_hub_kernel(attention: str | None) -> bool:
-    """Return whether transformers would download an attention as a compiled kernel from the hub."""
-    return "/" in (attention or "")
-
-
 def refuse_hub_attention(config: "PreTrainedConfig", name: str) -> None:
     """Raise :class:`UserError` if a model's configuration asks for a compiled kernel of the hub.
 
@@ -148,8 +139,8 @@ def refuse_hub_attention(config: "PreTrainedConfig", name: str) -> None:
         config: the configuration of the model, or of a part of it.
         name: the folder or hub name of the model.
     """
-    attention: str | None = config._attn_implementation
-    if is_hub_kernel(attention):
+    attention = str(config._attn_implementation)
+    if "/" in attention:
         raise UserError(
             f"{name}: its config.json asks for the attention {attention}, a program on the hub; "
             "choose another one with --attn_implementation sdpa, or remove it from config.json."

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmtrain.config.flags import Affects, Config, flag, flags_of, require_range
+from llmtrain.config.flags import Affects, Config, flag, require_range
 from llmtrain.errors import UserError
 
 
@@ -67,8 +67,3 @@ class LoraConfig(Config):
         require_range(self, "lora_alpha", at_least=1)
         if self.lora_dropout >= 1:
             raise UserError(f"--lora_dropout {self.lora_dropout} is too large: it must be below 1.")
-
-    def changed_flags(self) -> list[str]:
-        """Return the names of the flags that differ from their defaults."""
-        defaults = type(self)()
-        return [name for name in flags_of(self) if getattr(self, name) != getattr(defaults, name)]

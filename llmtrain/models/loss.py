@@ -11,7 +11,7 @@ knows the loss scale. If there is more than one chunk, it then computes the logi
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +20,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from llmtrain.interfaces.batches import IGNORED, padded_size
-
-# Takes logits [n, V] in float32 (or wider), the incoming gradient of each position, [n], and the
-# targets [n]. Returns a value for each position, [n], and the gradient of the logits [n, V]. Both
-# gradients are ``None`` if none is needed. It must not change the logits.
-LogitLoss: TypeAlias = Callable[..., tuple[Tensor, Tensor | None]]
-
 
 # How many logits a device holds at a time: those of a chunk of positions. They are constants,
 # because bits must not depend on the machine. 32 MiB in float32; a GPU wants few large products.
@@ -104,28 +98,6 @@ def summed_nll(logits: Tensor, targets: Tensor, per_target: bool = False) -> Ten
     )
 
 
-def target_nll(
-    logits: Tensor, incoming: Tensor | None, targets: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Return the nll of each target in nats, which is 0 if it is ignored. A :data:`LogitLoss`."""
-    is_target = targets[:, None] != IGNORED
-    columns = targets[:, None].where(is_target, 0)
-    log_p = logits.log_softmax(1)
-    nll = -(log_p.gather(1, columns) * is_target)[:, 0]
-    if incoming is None:
-        return nll, None
-
-    # The probabilities, less one at the target.
-    if torch.compiler.is_compiling():
-        # In one pass. Comparing 64-bit columns would take longer than reading the logits.
-        tokens = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
-        gradient = log_p.exp() - (tokens == columns.int()).to(log_p.dtype)
-    else:
-        minus_one = torch.full_like(columns, -1, dtype=log_p.dtype)
-        gradient = log_p.exp_().scatter_add_(1, columns, minus_one)
-    return nll, gradient.mul_(incoming[:, None] * is_target)
-
-
 def linear_nll(
     hidden: Tensor,
     weight: Tensor,
@@ -134,7 +106,6 @@ def linear_nll(
     softcap: float | None = None,
     target_positions: Tensor | None = None,
     per_target: bool = False,
-    loss: LogitLoss = target_nll,
 ) -> Tensor:
     """Return ``summed_nll(F.linear(hidden, weight, bias), targets)`` in bounded memory.
 
@@ -153,7 +124,6 @@ def linear_nll(
             head. The default is all.
         per_target: return the value of each target instead of the sum: [B * T], or [N] for
             ``target_positions``.
-        loss: another loss of each position, which takes its targets.
     """
     hidden = hidden.flatten(0, -2)
     targets = targets.flatten()
@@ -174,7 +144,7 @@ def linear_nll(
         weight,
         bias,
         targets,
-        functools.partial(tile_loss, loss, softcap),
+        functools.partial(tile_loss, softcap),
         per_target,
         torch.is_grad_enabled(),  # it is off inside an autograd function
     )
@@ -281,7 +251,10 @@ def _over_chunks(
         if hidden_gradient is not None:
             hidden_gradient[chunk] = logits @ head
         if weight_gradient is not None:
-            _add_product(weight_gradient, logits.T, hidden[chunk])
+            if wide == hidden.dtype:
+                weight_gradient.addmm_(logits.T, hidden[chunk])
+            else:
+                weight_gradient += logits.T @ hidden[chunk]
         if bias_gradient is not None:
             bias_gradient += logits.sum(0, dtype=wide)
 
@@ -315,31 +288,40 @@ def _cast_and_padded(values: Tensor, hidden: Tensor) -> Tensor:
     return torch.cat([values, padding]).to(hidden.dtype)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a matrix product to a total in float32 (or wider)."""
-    if total.dtype == b.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
-
-
 def _tile_loss(
-    loss: LogitLoss,
-    softcap: float | None,
-    logits: Tensor,
-    incoming: Tensor | None,
-    targets: Tensor,
+    softcap: float | None, logits: Tensor, incoming: Tensor | None, targets: Tensor
 ) -> Tensor:
-    """Return the values of a tile of positions, and overwrite its logits with their gradient."""
+    """Return the nll of each target in nats, and overwrite the logits with their gradient.
+
+    Args:
+        softcap: of the logits.
+        logits: [n, V].
+        incoming: the gradient of each nll, [n]. ``None`` leaves the logits as they are.
+        targets: [n]. The nll of an ignored target is 0.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         wide = (wide / softcap).tanh() * softcap
-    values, gradient = loss(wide, incoming, targets)
-    if gradient is not None:
-        if softcap is not None:
-            gradient *= 1 - (wide / softcap).square()  # tanh' is 1 - tanh^2
-        logits.copy_(gradient)
-    return values
+    is_target = targets[:, None] != IGNORED
+    columns = targets[:, None].where(is_target, 0)
+    log_p = wide.log_softmax(1)
+    nll = -(log_p.gather(1, columns) * is_target)[:, 0]
+    if incoming is None:
+        return nll
+
+    # The probabilities, less one at the target.
+    if torch.compiler.is_compiling():
+        # In one pass. Comparing 64-bit columns would take longer than reading the logits.
+        tokens = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
+        gradient = log_p.exp() - (tokens == columns.int()).to(log_p.dtype)
+    else:
+        minus_one = torch.full_like(columns, -1, dtype=log_p.dtype)
+        gradient = log_p.exp_().scatter_add_(1, columns, minus_one)
+    gradient.mul_(incoming[:, None] * is_target)
+    if softcap is not None:
+        gradient *= 1 - (wide / softcap).square()  # tanh' is 1 - tanh^2
+    logits.copy_(gradient)
+    return nll
 
 
 @functools.cache

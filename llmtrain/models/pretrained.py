@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import nn
 
+from llmtrain.config.flags import flags_of
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject
@@ -30,7 +31,6 @@ from llmtrain.models.adapters import (
 )
 from llmtrain.models.causal_lm import CausalLM, make_causal_lm
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.configuration import is_hub_kernel
 from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
 from llmtrain.models.export import ModelFiles, config_values
 from llmtrain.models.hub_models import local_folder, origin_of, with_padding_token
@@ -278,7 +278,11 @@ def _check_flags(config: ModelConfig, lora: LoraConfig | None) -> None:
         raise UserError(
             "name a model: --model_name_or_path FOLDER_OR_HUB_NAME, or --from_config llama."
         )
-    changed = [] if lora is None else lora.changed_flags()
+    changed = []
+    defaults = LoraConfig()
+    for flag_name in flags_of(defaults):
+        if lora is not None and getattr(lora, flag_name) != getattr(defaults, flag_name):
+            changed.append(flag_name)
     if config.continue_adapter and changed:
         raise UserError(
             f"--continue_adapter cannot be combined with --{changed[0]}: the adapter has its own "
@@ -355,7 +359,7 @@ def _start(
         "lora": asdict(lora) if lora else None,
         "freeze": config.freeze,
     }
-    if is_hub_kernel(config.attn_implementation):
+    if "/" in (config.attn_implementation or ""):
         start["attention"] = config.attn_implementation  # it names a commit
     if outside_text:
         start["outside_text"] = outside_text

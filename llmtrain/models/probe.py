@@ -16,10 +16,8 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.models.attention import ATTENTION_NAME, register
 from llmtrain.models.causal_lm import (
     CausalLM,
-    head_of,
     is_mixture_of_experts,
     own_arguments,
-    softcapped,
 )
 from llmtrain.models.documents import Documents
 from llmtrain.models.text_tower import outermost_modules
@@ -112,7 +110,7 @@ def _head_is_linear(model: CausalLM) -> bool:
     """
     ids = example_tokens(model, 1, probe_length(model))
     arguments = own_arguments(model, ids, positions=None, documents=None)
-    head: Any = head_of(model)
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
 
     def own_logits(model: CausalLM, _: Batch) -> Tensor:
         logits: Tensor = model.own_forward(**arguments).logits
@@ -327,8 +325,8 @@ def output_for(model: CausalLM, arguments: dict[str, Any]) -> Tensor:
         if model.gives_scores:
             scores = model.get_submodule("score")(hidden)
             return torch.cat([hidden.to(scores.dtype), scores], dim=-1)
-        head: Any = head_of(model)
-        return softcapped(model, head(hidden))
+        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        return model.softcapped(head(hidden))
 
     output: Tensor = model(arguments["input_ids"], compute=compute)
     return output

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llmtrain.interfaces.batches import IGNORED, padded_size
 from llmtrain.models import loss
-from llmtrain.models.loss import linear_nll, matmul_dtype, target_nll, target_positions_of
+from llmtrain.models.loss import linear_nll, matmul_dtype, target_positions_of
 
 WIDTH = 6
 VOCABULARY = 78
@@ -275,27 +275,6 @@ def test_each_target_may_have_its_own_gradient(softcap: float | None) -> None:
 
     results = loss_and_gradients(weighted, example)
     assert_close(results, loss_and_gradients(weighted_by_torch, example), **EXACT)
-
-
-def test_another_loss_can_be_computed_from_the_logits() -> None:
-    """Here it is the nll of a token and, with half its weight, of the token after it."""
-    example = make_example(ignored=0)
-
-    def two_tokens(
-        logits: torch.Tensor, incoming: torch.Tensor | None, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        first, gradient = target_nll(logits, incoming, targets)
-        half = None if incoming is None else incoming / 2
-        second, second_gradient = target_nll(logits, half, (targets + 1) % VOCABULARY)
-        if gradient is not None and second_gradient is not None:
-            gradient = gradient + second_gradient
-        return first + second / 2, gradient
-
-    results = loss_and_gradients(lambda h, w, t, _: linear_nll(h, w, t, loss=two_tokens), example)
-    expected = loss_and_gradients(
-        lambda h, w, t, _: torch_nll(h, w, t) + torch_nll(h, w, (t + 1) % VOCABULARY) / 2, example
-    )
-    assert_close(results, expected, **EXACT)
 
 
 def test_recomputation_changes_no_bit() -> None:

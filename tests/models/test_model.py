@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import IGNORED, Batch
-from llmtrain.models.causal_lm import _attention_flops, make_causal_lm
+from llmtrain.models.causal_lm import make_causal_lm
+from llmtrain.models.hub_models import without_weights
 from llmtrain.models.trainable import make_trainable
 from tests.engines import engine_of
 from tests.launching import ROOT
@@ -254,4 +255,5 @@ def test_flops_are_those_that_torch_counts(family: str, values: dict[str, Any]) 
 @pytest.mark.parametrize("family", ["gpt2", "mamba", "nemotron_h", "zamba2", "gemma3"])
 def test_the_attention_of_any_configuration_is_counted(family: str) -> None:
     config = AutoConfig.for_model(family).get_text_config()
-    assert _attention_flops(config) >= 0
+    model = without_weights(lambda: AutoModelForCausalLM.from_config(config))
+    assert make_causal_lm(model, row_length=LENGTH).flops_per_token() >= 0
