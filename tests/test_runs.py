@@ -30,7 +30,7 @@ def make_run(
 ) -> Path:
     """Make a run folder with a checkpoint for each step of ``eval_losses``."""
     (folder / "checkpoints").mkdir(parents=True)
-    write_json(folder / "run.json", {"format_version": 1, "fingerprint_sha256": "mine"})
+    write_json(folder / "run.json", {"format_version": 2, "fingerprint_sha256": "mine"})
     write_json(folder / "status.json", status)
     for step, loss in (eval_losses or {}).items():
         save_checkpoint(folder / "checkpoints", step, loss)
@@ -248,7 +248,7 @@ def two_runs(tmp_path: Path) -> Path:
 
     running = PREEMPTED | {"state": "running", "host": platform.node()}
     new = make_run(tmp_path / "runs/sweep/new", running)
-    write_json(new / "run.json", {"format_version": 1, "settings": {"max_steps": {"value": 60}}})
+    write_json(new / "run.json", {"format_version": 2, "settings": {"max_steps": {"value": 60}}})
     (new / "metrics.jsonl").write_text(
         '{"step": 0, "eval/loss": 9.0}\n'
         '{"step": 40, "train/loss": 2.5}\n'

@@ -241,19 +241,19 @@ def _read_checkpoints(paths: list[Path], fingerprint: str | None) -> Iterator[Js
     from llmtrain.record.checkpoint import find_fault, saved_checkpoints
 
     can_resume = True
-    for saved in saved_checkpoints(paths):
+    for path, description in saved_checkpoints(paths):
         try:
-            fault = find_fault(saved.path, fingerprint)
+            fault = find_fault(path, fingerprint)
         except UnreadableError as error:
             fault = str(error)
             can_resume = False  # a resume never passes over a checkpoint that may be intact
         # A run in progress may have deleted the checkpoint meanwhile. Then its fault means nothing.
-        if not saved.path.exists():
+        if not path.exists():
             continue
 
         is_resumable = can_resume and fault is None
         can_resume = can_resume and not is_resumable
-        yield {**saved.as_json(), "fault": fault, "is_resumable": is_resumable}
+        yield {**description, "fault": fault, "is_resumable": is_resumable}
 
 
 def _checkpoint_line(checkpoint: JsonObject) -> str:

@@ -1,7 +1,6 @@
 """What rank 0 shows in the terminal: the progress bar, and in the end the loss curve."""
 
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Mapping
@@ -27,12 +26,6 @@ _EVAL_FORMATS = {
 _NOT_SHOWN = ("eval/loss/", "eval/rewards/", "eval/logps/")
 
 _LINE_SECONDS = 10  # the least time between two lines of a log file
-
-
-# The loss curve, in characters. plotille writes a label at each row, and below every tenth column.
-_MOST_ROWS = 20
-_MOST_STEP_TICKS = 8
-_TICK_COLUMNS = 10
 
 
 class ProgressBar(Callback):
@@ -71,16 +64,11 @@ class ProgressBar(Callback):
 
     def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the log entry of a step or of an evaluation."""
-        if "train/loss" in metrics:
-            self._show_entry(step, metrics)
         if self.is_shown and "eval/loss" in metrics:
             self._write_evaluation(step, metrics)
+        if "train/loss" not in metrics:
+            return
 
-    def on_train_end(self) -> None:
-        self.bar.close()
-
-    def _show_entry(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the loss and the tokens/s of a step."""
         loss = metrics["train/loss"]
         speed = metrics["train/tokens_per_second"]
         text = f"loss {loss:.4f}, {speed:,.0f} tokens/s"
@@ -98,6 +86,9 @@ class ProgressBar(Callback):
         left = tqdm.format_interval(seconds_left)
         with contextlib.suppress(OSError):
             write_line(f"step {step:>6}/{self.max_steps}  {text}, {left} left", sys.stderr)
+
+    def on_train_end(self) -> None:
+        self.bar.close()
 
     def _write_evaluation(self, step: int, entry: Mapping[str, float]) -> None:
         """Write a line with the results of an evaluation."""
@@ -125,15 +116,17 @@ def loss_curve(entries: list[JsonObject]) -> str:
     import plotille
 
     figure = plotille.Figure()
+    figure.width = 60
+    figure.height = 16
     figure.color_mode = "names"
     figure.with_colors = sys.stdout.isatty()
     figure.x_label = "step"
     figure.y_label = "loss"
+    figure.set_x_limits(min_=0)
     figure.register_label_formatter(float, _label)
 
     _plot(figure, entries, "train/loss", label="training", lc="cyan")
     _plot(figure, entries, "eval/loss", label="eval", lc="magenta", marker="o")
-    _set_round_limits(figure, entries)
     return str(figure.show(legend=True))
 
 
@@ -146,48 +139,6 @@ def _plot(figure: Any, entries: list[JsonObject], metric: str, **style: str) -> 
 
 
 def _label(value: float, chars: int, left: bool = False, **_: object) -> str:
-    """Return the label of a tick, without the digits that rounding errors leave."""
-    text = f"{round(value, 10):.6g}"
+    """Return the label of a tick, to four digits."""
+    text = f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
     return text.ljust(chars) if left else text.rjust(chars)
-
-
-def _set_round_limits(figure: Any, entries: list[JsonObject]) -> None:
-    """Choose the size and the limits of a figure so that its ticks are round numbers."""
-    losses = []
-    last_step = 1
-    for entry in entries:
-        for metric in ("train/loss", "eval/loss"):
-            if entry.get(metric) is not None:
-                losses.append(entry[metric])
-                last_step = max(last_step, entry["step"])
-    if not losses:
-        return
-
-    # plotille draws no point on the upper limit. So the last step has a column of its own.
-    step_tick = max(1.0, round_tick(last_step, _MOST_STEP_TICKS))
-    figure.width = math.ceil(last_step / step_tick * _TICK_COLUMNS) + 1
-    figure.set_x_limits(min_=0, max_=figure.width * step_tick / _TICK_COLUMNS)
-
-    lowest = min(losses)
-    highest = max(losses)
-    height = highest - lowest or abs(highest) or 1.0
-    # Two rows fewer, because both ends are rounded outwards.
-    loss_tick = round_tick(height, _MOST_ROWS - 2)
-    first_row = math.floor(lowest / loss_tick)
-    end_row = math.floor(highest / loss_tick) + 1
-    figure.height = end_row - first_row
-    figure.set_y_limits(min_=first_row * loss_tick, max_=end_row * loss_tick)
-
-
-def round_tick(length: float, most: int) -> float:
-    """Return the smallest of 1, 2, 5, 10, 20, ... or 0.5, 0.2, ... that divides a length well.
-
-    Args:
-        length: the length of the axis, above 0.
-        most: the largest number of ticks.
-    """
-    power = 10.0 ** math.floor(math.log10(length / most))
-    for factor in (1, 2, 5):
-        if length / (factor * power) <= most:
-            return factor * power
-    return 10 * power

@@ -25,16 +25,11 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
     bits = values.contiguous().view(_INTEGER_TYPES[values.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), _BLOCK_SIZE):
-        total += _block_sum(bits[start : start + _BLOCK_SIZE], start)
+        integers = bits[start : start + _BLOCK_SIZE].to(torch.int64)
+        integers = integers ^ (integers >> 32)  # otherwise two flipped signs of float64 cancel out
+        weights = 2 * torch.arange(start, start + len(integers), device=bits.device) + 1
+        total += (integers * weights).sum()
     return total
-
-
-def _block_sum(bits: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the weighted sum of a block that begins at index ``start`` of its tensor."""
-    integers = bits.to(torch.int64)
-    integers = integers ^ (integers >> 32)  # otherwise two flipped signs of float64 cancel out
-    weights = 2 * torch.arange(start, start + len(integers), device=bits.device) + 1
-    return (integers * weights).sum()
 
 
 def check_replicas(ranks: Ranks, model: nn.Module) -> None:

@@ -22,7 +22,6 @@ import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from llmtrain.console import note, say
 from llmtrain.errors import UserError, first_line
@@ -37,7 +36,7 @@ from llmtrain.files import (
     temporary_sibling,
 )
 from llmtrain.record.history import candidate_folders
-from llmtrain.record.run_record import VERSION_KEY, check_not_newer, check_resumable
+from llmtrain.record.run_record import FORMAT_VERSION, VERSION_KEY, check_format
 
 MANIFEST = "MANIFEST.json"
 STRUCTURE = "structure.json"  # what a state has besides tensors
@@ -86,7 +85,6 @@ def newest_valid(
             silently repeat its steps.
     """
     for path in reversed(checkpoints(folder)):
-        check_resumable(path / MANIFEST)
         fault = find_fault(path, fingerprint)
         if fault is None:
             return path
@@ -112,7 +110,7 @@ def find_fault(path: Path, fingerprint: str | None = None) -> str | None:
     followed, and names in the manifest never lead out of the folder.
 
     Raises:
-        UserError: if the checkpoint is in a newer format, which is no damage.
+        UserError: if another version of llmtrain has written the checkpoint, which is no damage.
         UnreadableError: if the disk fails, which is no damage either.
     """
     try:
@@ -130,7 +128,7 @@ def _faults(path: Path, fingerprint: str | None) -> Iterator[str]:
         yield f"{MANIFEST} is missing"
 
     # Is every file there, and no other?
-    hashes = _read(path / MANIFEST)["files"]
+    hashes = read_file(path / MANIFEST)["files"]
     for name in sorted({"state.json", *hashes} - present):
         yield f"{name} is missing"
     for name in sorted(present - {MANIFEST} - hashes.keys()):
@@ -147,34 +145,21 @@ def _faults(path: Path, fingerprint: str | None) -> Iterator[str]:
 
 
 def read_state(path: Path) -> JsonObject:
-    """Return the content of a checkpoint's ``state.json``.
-
-    Raises:
-        UserError: if a newer llmtrain has written the checkpoint.
-    """
-    return _read(path / "state.json")
+    """Return the content of a checkpoint's ``state.json``; see :func:`read_file`."""
+    return read_file(path / "state.json")
 
 
-def read_structure(path: Path) -> JsonObject:
-    """Return the content of ``structure.json`` in a folder of a checkpoint.
-
-    Raises:
-        UserError: if a newer llmtrain has written it.
-    """
-    return _read(path / STRUCTURE)
-
-
-def _read(path: Path) -> JsonObject:
+def read_file(path: Path) -> JsonObject:
     """Return the JSON object in a file of a checkpoint.
 
     Raises:
-        UserError: if a newer llmtrain has written the file, or if its disk fails.
+        UserError: if another version of llmtrain has written the file, or if its disk fails.
         ValueError: if the file is damaged.
     """
     content = dict(json.loads(read_patiently(path, path.read_text)))
-    check_not_newer(path, content)
+    check_format(path, content)
     version = content.get(VERSION_KEY)
-    if type(version) is not int or version < 1:
+    if version != FORMAT_VERSION:
         raise ValueError(f"{path.name} has format version {version}")
     return content
 
@@ -233,34 +218,16 @@ def eval_losses(paths: Iterable[Path]) -> dict[Path, float]:
     return losses
 
 
-class SavedCheckpoint(NamedTuple):
-    """A checkpoint on disk.
+def saved_checkpoints(paths: Sequence[Path]) -> Iterator[tuple[Path, JsonObject]]:
+    """Yield each checkpoint with its description, the newest first.
 
-    Attributes:
-        path: its folder.
-        step: the number in its name, or the name if it has none.
-        size: the bytes of its files, or 0 if they cannot be read.
-        written: when it was committed, in seconds since 1970.
-        eval_loss: the eval loss at this step, if it was evaluated.
-        is_best: whether this eval loss is the lowest of the listed checkpoints.
-    """
+    Those are left out which a run in progress has deleted meanwhile. A description has these keys:
 
-    path: Path
-    step: int | str
-    size: int
-    written: float
-    eval_loss: float | None
-    is_best: bool
-
-    def as_json(self) -> JsonObject:
-        """Return the checkpoint as a report for programs lists it."""
-        return {key: value for key, value in self._asdict().items() if key != "path"}
-
-
-def saved_checkpoints(paths: Sequence[Path]) -> Iterator[SavedCheckpoint]:
-    """Yield the checkpoints, the newest first.
-
-    Those are left out which a run in progress has deleted meanwhile.
+    - ``step``: the number in its name, or the name if it has none,
+    - ``size``: the bytes of its files, or 0 if they cannot be read,
+    - ``written``: when it was committed, in seconds since 1970,
+    - ``eval_loss``: the eval loss at this step, if it was evaluated,
+    - ``is_best``: whether this eval loss is the lowest of the listed checkpoints.
 
     Args:
         paths: the folders of the checkpoints, the oldest first.
@@ -274,28 +241,27 @@ def saved_checkpoints(paths: Sequence[Path]) -> Iterator[SavedCheckpoint]:
         except FileNotFoundError:
             continue
 
+        size = 0
+        with contextlib.suppress(OSError):
+            size = sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
         number = path.name.removeprefix("step-")
-        yield SavedCheckpoint(
-            path=path,
-            step=int(number) if number.isdecimal() else number,
-            size=_size_of(path),
-            written=written,
-            eval_loss=losses.get(path),
-            is_best=path == best,
+        yield (
+            path,
+            {
+                "step": int(number) if number.isdecimal() else number,
+                "size": size,
+                "written": written,
+                "eval_loss": losses.get(path),
+                "is_best": path == best,
+            },
         )
-
-
-def _size_of(folder: Path) -> int:
-    with contextlib.suppress(OSError):
-        return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
-    return 0
 
 
 def state_hashes(path: Path) -> dict[str, str]:
     """Return the sha256 of each file of a checkpoint that has weights or a state."""
     return {
         name: entry["sha256"]
-        for name, entry in _read(path / MANIFEST)["files"].items()
+        for name, entry in read_file(path / MANIFEST)["files"].items()
         if name.endswith((".safetensors", STRUCTURE))
     }
 

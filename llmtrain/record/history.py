@@ -37,7 +37,7 @@ class History(NamedTuple):
         """Read a run folder.
 
         Raises:
-            UserError: if the folder holds no run, or a newer llmtrain has written it.
+            UserError: if the folder holds no run, or another version of llmtrain has written it.
         """
         if not is_run(folder):
             raise UserError(
@@ -50,7 +50,7 @@ class History(NamedTuple):
         """Read whatever is in a folder, which need not be a complete run.
 
         Raises:
-            UserError: if a newer llmtrain has written ``run.json``.
+            UserError: if another version of llmtrain has written ``run.json``.
         """
         return cls(
             folder=folder,
@@ -90,12 +90,8 @@ class History(NamedTuple):
 
     def affects(self, name: str) -> str:
         """Return what a flag affects: ``data``, ``numbers`` or ``nothing``."""
-        flags: dict[str, JsonObject] = self.record.get("settings", {})
-        words = set(flags[name].get("affects", "numbers").split())
-        # Runs of format 1 have other words, of which several may apply.
-        if words & {"data", "seed"}:
-            return "data"
-        return "nothing" if words <= {"nothing", "layout", "nowhere"} else "numbers"
+        affects: str = self.record["settings"][name]["affects"]
+        return affects
 
     @property
     def starts(self) -> list[JsonObject]:

@@ -16,9 +16,6 @@ from llmtrain.locks import file_lock
 from llmtrain.record import checkpoint
 from llmtrain.record.history import candidate_folders, is_free, seconds_of
 from llmtrain.record.run_record import (
-    FORMAT_VERSION,
-    VERSION_KEY,
-    check_resumable,
     difference,
     first_difference,
     read_versioned,
@@ -158,29 +155,20 @@ def _usable_record(folder: Path, request: _Request) -> JsonObject | None:
     if is_free(folder):
         return {}
     may_continue = request.resume != "never" or request.is_restart
-    if not may_continue or _state_of(folder) == "finished":
+    if not may_continue or read_object(folder / "status.json").get("state") == "finished":
         return None
+
     record = read_versioned(folder / "run.json")
-    is_foreign = request.run_id not in (None, record.get("run_id"))
-    if request.resume == "never" and record.get(VERSION_KEY) != FORMAT_VERSION:
-        is_foreign = True  # an earlier llmtrain has begun it, and not the command that restarts
-    if is_foreign:
-        return None
-    if request.resume == "auto":
-        check_resumable(folder / "run.json")
-    if record.get("fingerprint_sha256") != request.fingerprint_sha256:
+    has_same_id = request.run_id in (None, record.get("run_id"))
+    has_same_fingerprint = record.get("fingerprint_sha256") == request.fingerprint_sha256
+    if not has_same_id or not has_same_fingerprint:
         return None
     if request.named is not None:
+        # A run that began from another checkpoint is another run.
         origins = [start["from"] for start in record["starts"]]
         if origins[:1] != [str(request.named)]:
             return None
     return record
-
-
-def _state_of(folder: Path) -> str | None:
-    """Return the state of a run, as ``status.json`` has it."""
-    state: str | None = read_object(folder / "status.json").get("state")
-    return state
 
 
 def _lock_folder(lock: contextlib.ExitStack, folder: Path, is_absent: bool, is_run: bool) -> bool:
@@ -328,7 +316,8 @@ def _reason_why_taken(wanted: Path, request: _Request) -> str:
     reason = f"{wanted} is taken"
     taken_record = read_object(wanted / "run.json")
     taken_fingerprint = taken_record.get("fingerprint")
-    if _state_of(wanted) == "finished" or not isinstance(taken_fingerprint, dict):
+    is_finished = read_object(wanted / "status.json").get("state") == "finished"
+    if is_finished or not isinstance(taken_fingerprint, dict):
         return reason
     change = first_difference(taken_fingerprint, taken_record, request.fingerprint, request.record)
     if change is None:
@@ -356,7 +345,6 @@ def _named_checkpoint(path: Path, request: _Request) -> Path:
             raise UserError(f"{flag}: this run has no checkpoint yet.")
     elif (path / checkpoint.MANIFEST).exists():
         named = path
-        check_resumable(path / checkpoint.MANIFEST)
         fault = checkpoint.find_fault(path)
         if fault:
             raise UserError(f"{flag} is damaged: {fault}.")

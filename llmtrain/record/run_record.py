@@ -49,37 +49,17 @@ _DESCRIBED_BY = {
 # --- the format
 
 
-def with_version(content: JsonObject) -> JsonObject:
-    """Return the content with the format version as its first key."""
-    return {VERSION_KEY: FORMAT_VERSION, **content}
-
-
-def check_not_newer(path: Path, content: JsonObject) -> None:
-    """Check that the content of a file is not in a newer format.
-
-    Raises:
-        UserError: if a newer llmtrain has written it.
-    """
-    version = content.get(VERSION_KEY)
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise UserError(
-            f"{path} has format version {version}, but this llmtrain reads version "
-            f"{FORMAT_VERSION}: upgrade llmtrain."
-        )
-
-
-def check_resumable(path: Path) -> None:
-    """Check that a file of a run is in the current format. A file without a version passes.
+def check_format(path: Path, content: JsonObject) -> None:
+    """Check that the content of a file has the current format. One without a version passes.
 
     Raises:
         UserError: if another version of llmtrain has written the file.
     """
-    version = read_versioned(path).get(VERSION_KEY)
-    if isinstance(version, int) and version < FORMAT_VERSION:
+    version = content.get(VERSION_KEY)
+    if type(version) is int and version > 0 and version != FORMAT_VERSION:
         raise UserError(
-            f"{path} has format version {version}, and this llmtrain resumes version "
-            f"{FORMAT_VERSION}: finish the run with the llmtrain that has written it, or start a "
-            "new run with --resume_from_checkpoint never."
+            f"{path} has format version {version}, but this llmtrain reads version "
+            f"{FORMAT_VERSION}: use the version of llmtrain that has written it."
         )
 
 
@@ -87,10 +67,10 @@ def read_versioned(path: Path) -> JsonObject:
     """Return the JSON object in a file, or an empty one if the file cannot be read.
 
     Raises:
-        UserError: if a newer llmtrain has written the file.
+        UserError: if another version of llmtrain has written the file.
     """
     content = read_object(path)
-    check_not_newer(path, content)
+    check_format(path, content)
     return content
 
 
@@ -138,7 +118,8 @@ def run_record(
         # The name of a flag shows whether its value is a secret.
         recorded_settings[name] = {**redacted(setting), "value": redacted(setting["value"], name)}
 
-    record = {
+    return {
+        VERSION_KEY: FORMAT_VERSION,
         "run_id": run_id,
         "extends": extends,
         "fingerprint": fingerprint,
@@ -148,7 +129,6 @@ def run_record(
         **redacted(details),
         "starts": [*earlier_starts, redacted(this_start)],
     }
-    return with_version(record)
 
 
 def start_times(record: JsonObject) -> list[str]:

@@ -30,7 +30,7 @@ from llmtrain.interfaces.model import ModelFormat, TensorConverter
 from llmtrain.parallel.ranks import THIS_RANK, Team
 from llmtrain.parallel.shards import meta_like
 from llmtrain.record.checkpoint import MANIFEST, STRUCTURE, file_names, path_of, prune
-from llmtrain.record.run_record import with_version
+from llmtrain.record.run_record import FORMAT_VERSION, VERSION_KEY
 from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import FilePlan, unchanged, write_tensors
 
@@ -287,10 +287,9 @@ def _write_model_files(working: Path, files: ModelFormat, weights: FilePlan) -> 
     if len(weights.ranks) == 1:
         return
 
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for rank, path in weights.paths.items():
-        for header in weights.headers(rank):
-            weight_map[header.name] = Path(path).name
+        weight_map |= dict.fromkeys(weights.tensors_of(rank), Path(path).name)
     index = {
         "metadata": {"total_size": weights.byte_count},
         "weight_map": dict(sorted(weight_map.items())),
@@ -300,5 +299,5 @@ def _write_model_files(working: Path, files: ModelFormat, weights: FilePlan) -> 
 
 def _write_hashed_json(path: Path, content: JsonObject) -> Hashed:
     """Write a JSON file with its format version, force it to the disk, and return its hash."""
-    text = json_text(with_version(content), indent=2) + "\n"
+    text = json_text({VERSION_KEY: FORMAT_VERSION, **content}, indent=2) + "\n"
     return write_hashed(path, [text.encode()])

@@ -62,7 +62,8 @@ def flatten(value: Any, path: str, owner: str, tensors: dict[str, torch.Tensor])
         return plain
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
-    if isinstance(value, torch.Tensor) and _is_storable(value):
+    is_dense = kind in _TENSOR_TYPES and value.layout == torch.strided
+    if is_dense and value.dtype in STORABLE_DTYPES:
         if path in tensors:  # if a key contains a dot
             raise UserError(f"{owner} keeps two tensors by the name {path}; rename a key.")
         tensors[path] = value.detach()
@@ -92,12 +93,6 @@ def flatten(value: Any, path: str, owner: str, tensors: dict[str, torch.Tensor])
         "cannot hold; use tensors, numbers, strings, None, lists, tuples, sets, and dictionaries "
         "with strings or integers as keys."
     )
-
-
-def _is_storable(tensor: torch.Tensor) -> bool:
-    """Return whether a file can hold a tensor."""
-    is_dense = type(tensor) in _TENSOR_TYPES and tensor.layout == torch.strided
-    return is_dense and tensor.dtype in STORABLE_DTYPES
 
 
 def unflatten(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast
@@ -46,14 +46,6 @@ _DTYPES = {
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 STORABLE_DTYPES = frozenset(_DTYPE_NAMES)
-
-
-class Header(NamedTuple):
-    """The description of a tensor in a file."""
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 def unchanged(name: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -121,13 +113,12 @@ class FilePlan:
         count = len(self.ranks)
         return {rank: names[index::count] for index, rank in enumerate(self.ranks)}
 
-    def headers(self, rank: int) -> list[Header]:
-        """Return the headers of the tensors in the file of a rank."""
-        headers = []
+    def tensors_of(self, rank: int) -> dict[str, torch.Tensor]:
+        """Return the tensors in the file of a rank by name, without their values."""
+        tensors = {}
         for name in self.names[rank]:
-            for written_name, tensor in self.written[name].items():
-                headers.append(Header(written_name, tensor.shape, tensor.dtype))
-        return headers
+            tensors.update(self.written[name])
+        return tensors
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather the full tensors that this rank writes, and yield them one at a time.
@@ -179,7 +170,7 @@ def _file_chunks(plan: FilePlan, rank: int) -> Iterator[bytes | memoryview]:
     The next chunk may overwrite them.
     """
     if rank in plan.ranks:
-        yield _encoded_header(plan.headers(rank))
+        yield _encoded_header(plan.tensors_of(rank))
 
     buffer = None
     for name, full in plan.full_tensors():
@@ -196,14 +187,14 @@ def _file_chunks(plan: FilePlan, rank: int) -> Iterator[bytes | memoryview]:
                 yield buffer[: len(piece)].copy_(piece).numpy().data
 
 
-def _encoded_header(headers: list[Header]) -> bytes:
+def _encoded_header(tensors: dict[str, torch.Tensor]) -> bytes:
     content: JsonObject = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, shape, dtype in headers:
-        end = offset + shape.numel() * dtype.itemsize
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
         content[name] = {
-            "dtype": _DTYPE_NAMES[dtype],
-            "shape": list(shape),
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end
@@ -213,13 +204,13 @@ def _encoded_header(headers: list[Header]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read_headers(folder: Path) -> list[Header]:
-    """Return the headers of all tensors in the safetensors files of a folder."""
-    headers = []
+def read_headers(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors in the safetensors files of a folder by name, without their values."""
+    headers = {}
     for file, name in _stored_tensors(folder):
         stored = file.get_slice(name)
-        shape = torch.Size(stored.get_shape())
-        headers.append(Header(name, shape, _DTYPES[stored.get_dtype()]))
+        dtype = _DTYPES[stored.get_dtype()]
+        headers[name] = torch.empty(stored.get_shape(), dtype=dtype, device="meta")
     return headers
 
 
@@ -246,14 +237,14 @@ def read_tensors_on_main(folder: Path, ranks: Ranks) -> Iterator[tuple[str, torc
         return
 
     tensors = read_tensors(folder) if ranks.is_main else None
-    for name, shape, dtype in ranks.on_main(lambda: read_headers(folder)):
+    for name, header in ranks.on_main(lambda: read_headers(folder)).items():
         if tensors is not None:
             _, tensor = next(tensors)
         else:
-            tensor = torch.empty(shape, dtype=dtype)
+            tensor = torch.empty_like(header, device="cpu")
         # Bytes, because not every backend sends every dtype.
         data = tensor.to(ranks.device).flatten().view(torch.uint8)
-        yield name, broadcast(data).view(dtype).view(shape)
+        yield name, broadcast(data).view(header.dtype).view(header.shape)
 
 
 def _stored_tensors(folder: Path) -> Iterator[tuple[Any, str]]:

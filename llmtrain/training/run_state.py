@@ -39,7 +39,9 @@ def restore(run: Run, engine: Engine, optimizer_state: OptimizerState) -> None:
 
     ranks = engine.ranks
     load_weights(run.bundle.files, engine.unwrapped, path / "model", ranks)
-    structure = ranks.on_main(lambda: checkpoint.read_structure(path / "optimizer"))
+    structure = ranks.on_main(
+        lambda: checkpoint.read_file(path / "optimizer" / checkpoint.STRUCTURE)
+    )
     tensors = read_tensors_on_main(path / "optimizer", ranks)
     optimizer_state.restore(structure, tensors)
     restore_parts(run.parts.by_name(), path, ranks)
@@ -71,7 +73,9 @@ def restore_parts(parts: Mapping[str, Part], path: Path, ranks: Ranks) -> None:
             continue
 
         folder = path / "parts" / name
-        structure = ranks.on_main(functools.partial(checkpoint.read_structure, folder))
+        structure = ranks.on_main(
+            functools.partial(checkpoint.read_file, folder / checkpoint.STRUCTURE)
+        )
         current = flat_part(name, part)
         tensors = {}
         for tensor_name, full in read_tensors_on_main(folder, ranks):

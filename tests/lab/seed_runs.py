@@ -50,7 +50,7 @@ def write_run(
         "code_sha256": code,
     }
     record = {
-        "format_version": 1,
+        "format_version": 2,
         "settings": recorded(values),
         "data_sha256": data,
         "starts": [start],

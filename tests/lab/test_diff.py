@@ -165,17 +165,6 @@ def test_the_flags_of_the_package_say_what_they_affect() -> None:
     assert {name: EFFECTS[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "affects"),
-    [("layout", "nothing"), ("nowhere", "nothing"), ("model data", "data"), ("update", "numbers")],
-)
-def test_words_of_earlier_runs_are_understood(words: str, affects: str, tmp_path: Path) -> None:
-    run = history(tmp_path / "a", {1: 2.0}, starts=[{}], learning_rate=0)
-    run.record["settings"]["learning_rate"]["affects"] = words
-
-    assert run.affects("learning_rate") == affects
-
-
 BITWISE = {"bitwise": True}
 
 

@@ -13,7 +13,7 @@ from llmtrain.errors import UserError
 from llmtrain.files import JsonObject, digest, write_json
 from llmtrain.record import resume
 from llmtrain.record.resume import ResumePoint, choose_folder
-from llmtrain.record.run_record import with_version
+from llmtrain.record.run_record import FORMAT_VERSION
 from llmtrain.record.saver import Saver
 from tests.record.checkpoint_files import Files, save_step
 
@@ -42,7 +42,7 @@ def stopped_run(tmp_path: Path) -> Path:
     fingerprint = fingerprint_of(seed=0)
     identity = {"fingerprint": fingerprint, "fingerprint_sha256": digest(fingerprint)}
     save_step(Saver(folder / "checkpoints", Files(), keep=1), 10, best={"step": 10}, **identity)
-    record = with_version({"run_id": "abc", "starts": [], **identity})
+    record = {"format_version": FORMAT_VERSION, "run_id": "abc", "starts": [], **identity}
     write_json(folder / "run.json", record)
     write_json(folder / "status.json", {"state": "preempted", "step": 10})
     return folder

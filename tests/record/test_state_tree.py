@@ -20,7 +20,7 @@ from llmtrain.record.checkpoint import (
     find_fault,
     part_names,
     path_of,
-    read_structure,
+    read_file,
     state_hashes,
 )
 from llmtrain.record.saver import Saver
@@ -145,7 +145,7 @@ def save(saver: Saver, step: int, states: Mapping[str, FlatState]) -> None:
 
 def read_part(checkpoint: Path, name: str) -> Any:
     folder = checkpoint / "parts" / name
-    return unflatten(read_structure(folder)["state"], dict(read_tensors(folder)))
+    return unflatten(read_file(folder / STRUCTURE)["state"], dict(read_tensors(folder)))
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -22,7 +22,7 @@ from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.placement import engine_for, move_to_devices
 from llmtrain.parallel.ranks import ranks_of
 from llmtrain.parallel.shards import fill, local_shard
-from llmtrain.record.checkpoint import read_structure
+from llmtrain.record.checkpoint import STRUCTURE, read_file
 from llmtrain.record.saver import Saver
 from llmtrain.record.tensor_files import read_tensors_on_main
 from llmtrain.training.adamw import EightBitAdamW
@@ -188,7 +188,7 @@ def restore(training: Training, checkpoint: Path) -> None:
     ranks = training.engine.ranks
     fill(training.model.state_dict(), read_tensors_on_main(checkpoint / "model", ranks))
     tensors = read_tensors_on_main(checkpoint / "optimizer", ranks)
-    training.state.restore(read_structure(checkpoint / "optimizer"), tensors)
+    training.state.restore(read_file(checkpoint / "optimizer" / STRUCTURE), tensors)
     restore_parts({"Average": training.average}, checkpoint, ranks)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmtrain import GPT, GPTConfig
-from llmtrain.record.checkpoint import read_structure
+from llmtrain.record.checkpoint import STRUCTURE, read_file
 from llmtrain.record.tensor_files import read_tensors
 from llmtrain.training.optimizer_state import OptimizerState
 from tests.forked import run_forked
@@ -29,7 +29,7 @@ def test_states_are_restored_on_all_ranks(config: str, tmp_path: Path) -> None:
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=12, block_size=8), 31)
     optimizer = Odd(model.parameters())
     saved = tmp_path / "odd" / "step-00000003" / "optimizer"
-    OptimizerState(model, optimizer).restore(read_structure(saved), read_tensors(saved))
+    OptimizerState(model, optimizer).restore(read_file(saved / STRUCTURE), read_tensors(saved))
 
     for parameter in model.parameters():
         state = optimizer.state[parameter]
