@@ -8,7 +8,7 @@ import pytest
 
 from llmtrain.config.command_line import parse, recipe_parser
 from llmtrain.config.flags import configs_of
-from llmtrain.config.unknown_names import hint_for, hints
+from llmtrain.config.parser import hint_for, hints
 from llmtrain.errors import UserError
 from tests.launching import ROOT
 

@@ -16,8 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from llmtrain.config import yaml_file
 from llmtrain.config.flags import COMMAND_LINE, Config, configs_of, flags_of
-from llmtrain.config.parser import Parser, text_of
-from llmtrain.config.unknown_names import did_you_mean
+from llmtrain.config.parser import Parser, did_you_mean, text_of
 from llmtrain.console import in_notebook, rank
 from llmtrain.errors import UserError
 

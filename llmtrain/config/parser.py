@@ -2,15 +2,27 @@
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NoReturn,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from llmtrain.config.unknown_names import Program, did_you_mean, hint_for, hints
 from llmtrain.errors import UserError
+
+Program: TypeAlias = Literal["recipes", "commands"]
 
 _BOOLEANS = {
     **dict.fromkeys(("true", "yes", "on", "t", "y", "1"), True),
@@ -216,3 +228,64 @@ class Parser(argparse.ArgumentParser):
         end = "" if message.endswith("?") else ";"
         where = "--help lists the flags" if self.program == "recipes" else f"see {self.prog} --help"
         raise UserError(f"{message.removeprefix('argument ')}{end} {where}.")
+
+
+# --- the replacement for a name that is not known: a hint, or the nearest known name
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return " - did you mean X?" with the nearest known name, or nothing if none is near.
+
+    Names are compared without the dashes in front of them, which all flags have in common. If a
+    word is the beginning of one name only, that name is meant.
+    """
+    full_names = {_plain(name): name for name in known}
+    typed = _plain(word)
+    near = [name for name in full_names if name.startswith(typed)]
+    if len(near) != 1:
+        near = difflib.get_close_matches(typed, list(full_names), n=1, cutoff=0.7)
+    if not near:
+        return ""
+
+    # A misspelling may lack many letters of a name, but has few others: teacher_model_name_or_path
+    # is another flag than model_name_or_path.
+    blocks = difflib.SequenceMatcher(None, near[0], typed).get_matching_blocks()
+    other_letters = len(typed) - sum(block.size for block in blocks)
+    if other_letters > max(1, len(typed) / 6):
+        return ""
+    return f" - did you mean {full_names[near[0]]}?"
+
+
+def hint_for(name: str, flags: Collection[str], program: Program = "recipes") -> str:
+    """Return the hint for a name that a recipe or a command does not know, or nothing.
+
+    Args:
+        name: a flag, such as ``--lr``, or a flag with a value that it does not take, such as
+            ``optim=adam``.
+        flags: the known flags, such as ``--max_steps``. A hint counts only if they include all
+            flags that it names.
+        program: whether a recipe or a command of ``llmtrain`` was started.
+    """
+    hint = hints(program).get(_plain(name), "")
+    own_words = re.sub(r"accelerate launch .* RECIPE|lm_eval .*", "", hint)
+    return hint if set(re.findall(r"--\w+", own_words)).issubset(flags) else ""
+
+
+@functools.cache
+def hints(program: Program) -> dict[str, str]:
+    """Return the hint for each name.
+
+    The hints, for users of other programs, are in ``hints.yaml``.
+    """
+    import yaml  # which only a mistake needs
+
+    text = Path(__file__).with_name("hints.yaml").read_text(encoding="utf-8")
+    hint_of_name: dict[str, str] = {}
+    for names, hint in yaml.safe_load(text)[program].items():
+        hint_of_name |= dict.fromkeys(names.split(", "), hint)
+    return hint_of_name
+
+
+def _plain(name: str) -> str:
+    """Return a name without dashes, such as ``max_steps`` for ``--max-steps``."""
+    return name.lstrip("-").replace("-", "_")

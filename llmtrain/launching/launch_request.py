@@ -1,18 +1,32 @@
-"""Read what the user asked the launcher for, and refuse what is not supported.
+"""Which launcher started this process, and what the user asked it for.
 
-``accelerate launch`` passes it on in environment variables.
+``accelerate launch`` passes that on in environment variables.
 """
 
+import contextlib
 import os
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from llmtrain.errors import UserError
 from llmtrain.files import shipped_config
 
 if TYPE_CHECKING:
     from llmtrain.parallel.ranks import Sharding
+
+_LAUNCHERS = {
+    "accelerate",
+    "accelerate-launch",
+    "accelerate.commands.launch",
+    "accelerate.commands.accelerate_cli",
+    "torchrun",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+}
 
 # The values that some settings of accelerate may have. llmtrain itself finds the blocks in a model.
 # Accelerate's checkpointing would not repeat the same dropout, as --gradient_checkpointing does.
@@ -127,3 +141,23 @@ def _size(name: str) -> int:
 def is_on(variable: str) -> bool:
     """Return whether a variable of the launcher switches something on."""
     return os.environ.get(variable, "").lower() in ("true", "1", "yes")
+
+
+def parent_launcher() -> str | None:
+    """Return the program of the parent process if it is ``accelerate launch`` or ``torchrun``."""
+    # Psutil fails for another user's process, and for one that has ended.
+    with contextlib.suppress(psutil.Error, OSError):
+        parent = psutil.Process().parent()
+        command = parent.cmdline() if parent is not None else []
+        # The command is python, perhaps -m, and the program.
+        for word in command[1:3]:
+            program = Path(word).name
+            if program in _LAUNCHERS:
+                return program
+    return None
+
+
+def has_launcher() -> bool:
+    """Return whether a launcher started this process, which waits for its exit status."""
+    is_in_group = int(os.environ.get("WORLD_SIZE") or 1) > 1
+    return is_in_group or "TORCHELASTIC_RUN_ID" in os.environ or parent_launcher() is not None

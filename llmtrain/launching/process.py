@@ -20,8 +20,7 @@ from llmtrain.errors import (
     explain,
     print_traceback_with_causes,
 )
-from llmtrain.launching.launch_request import check_launch
-from llmtrain.launching.launcher import has_launcher, parent_launcher
+from llmtrain.launching.launch_request import check_launch, has_launcher, parent_launcher
 from llmtrain.model_folders import limit_hub_waits
 
 # The other ranks wait this long before they print an error. If rank 0 fails for the same reason, it

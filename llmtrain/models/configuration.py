@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from llmtrain.config.unknown_names import did_you_mean
+from llmtrain.config.parser import did_you_mean
 from llmtrain.errors import UserError
 from llmtrain.model_folders import vocabulary_of
 

@@ -10,7 +10,7 @@ from llmtrain.data.prompts import Prompts
 from llmtrain.errors import as_user_error, first_line
 from llmtrain.interfaces.callback import StepInfo
 from llmtrain.interfaces.part import name_of
-from llmtrain.launching.launcher import has_launcher
+from llmtrain.launching.launch_request import has_launcher
 from llmtrain.models.generation import Sampling
 from llmtrain.observe.replicas import check_replicas
 from llmtrain.training.compiling import eager_code

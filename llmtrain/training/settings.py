@@ -396,7 +396,7 @@ class RunConfig(Config):
             )
         if not {"wandb", "none"}.issuperset(self.report_to) or len(self.report_to) > 1:
             # This imports Accelerate, which takes seconds.
-            from llmtrain.record.trackers.names import check_trackers
+            from llmtrain.record.trackers.tracker import check_trackers
 
             check_trackers(self.report_to)
 
