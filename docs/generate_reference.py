@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from llmtrain.cli import COMMANDS, GROUPS, build_parser
+from llmtrain.cli import GROUPS, build_parser
 from llmtrain.config.command_line import recipe_parser
 from llmtrain.config.flags import configs_of
 from llmtrain.config.parser import Flag, text_of
@@ -94,12 +94,11 @@ def _commands_page() -> str:
         "result as JSON.",
         "",
     ]
-    commands = _subcommands(parser)
-    for group in GROUPS:
+    parsers = _subcommands(parser)
+    for group, commands in GROUPS.items():
         lines += [f"## {group}", ""]
-        for name, command in commands.items():
-            if COMMANDS[name].group == group:
-                lines += _command_section(name, command)
+        for name in commands:
+            lines += _command_section(name, parsers[name])
     return "\n".join(lines)
 
 

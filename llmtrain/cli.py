@@ -16,104 +16,101 @@ class Command(NamedTuple):
     """A command, as ``llmtrain --help`` lists it.
 
     Attributes:
-        group: the title under which it is listed.
         module: the module that is imported when the command is given.
         summary: the first line of its description.
     """
 
-    group: str
     module: str
     summary: str
 
 
-COMMANDS = {
-    "chat": Command(
-        group="Use a model",
-        module="llmtrain.commands.chat",
-        summary="Chat with a model that was fine-tuned on conversations.",
-    ),
-    "compare": Command(
-        group="Look at runs",
-        module="llmtrain.lab.commands.compare",
-        summary="Tell a gain from noise: compare settings by the eval losses of runs with several "
-        "seeds.",
-    ),
-    "diff": Command(
-        group="Look at runs",
-        module="llmtrain.lab.commands.diff",
-        summary="Compare two runs: their final losses, the first step at which they differ, and "
-        "the cause.",
-    ),
-    "doctor": Command(
-        group="Prepare a run",
-        module="llmtrain.lab.commands.doctor",
-        summary="Check whether this machine, or several together, can train.",
-    ),
-    "eval": Command(
-        group="Use a model",
-        module="llmtrain.commands.eval",
-        summary="Measure the loss, perplexity and bits per byte of a data set under a model.",
-    ),
-    "export": Command(
-        group="Use a model",
-        module="llmtrain.commands.export",
-        summary="Write the model of a run to its own folder, or merge a LoRA adapter.",
-    ),
-    "generate": Command(
-        group="Use a model",
-        module="llmtrain.commands.generate",
-        summary="Generate text with a trained model, and print it as it is generated.",
-    ),
-    "init": Command(
-        group="Prepare a run",
-        module="llmtrain.commands.init",
-        summary="Copy a recipe, and an accelerate config that fits this machine, into a folder.",
-    ),
-    "learn": Command(
-        group="Check and understand",
-        module="llmtrain.lessons.learn",
-        summary="Show distributed training on this machine in lessons; without a name, list them.",
-    ),
-    "plan": Command(
-        group="Prepare a run",
-        module="llmtrain.lab.commands.plan",
-        summary="Predict the memory and the time of a run, without training anything.",
-    ),
-    "repeat": Command(
-        group="Check and understand",
-        module="llmtrain.lab.commands.repeat",
-        summary="Run a recipe with several seeds, one after the other, to see how much its loss "
-        "varies.",
-    ),
-    "report": Command(
-        group="Look at runs",
-        module="llmtrain.lab.commands.report",
-        summary="Make an HTML page about one or more runs: metrics, phases, memory, differences, "
-        "events.",
-    ),
-    "rows": Command(
-        group="Look at runs",
-        module="llmtrain.commands.rows",
-        summary="Print the rows of a step, of a run or a recipe, as text with marked targets.",
-    ),
-    "runs": Command(
-        group="Look at runs",
-        module="llmtrain.commands.runs",
-        summary="List runs with their state, losses and age; or check the checkpoints of one run.",
-    ),
-    "verify": Command(
-        group="Check and understand",
-        module="llmtrain.commands.verify",
-        summary="Check that a recipe trains the same on another layout, or after it was killed.",
-    ),
-    "xray": Command(
-        group="Check and understand",
-        module="llmtrain.lab.commands.xray",
-        summary="Run a few steps of a recipe, and show when each process does what.",
-    ),
+# The commands by their titles in --help, in the order of a user's work.
+GROUPS = {
+    "Prepare a run": {
+        "doctor": Command(
+            module="llmtrain.lab.commands.doctor",
+            summary="Check whether this machine, or several together, can train.",
+        ),
+        "init": Command(
+            module="llmtrain.commands.init",
+            summary="Copy a recipe, and an accelerate config that fits this machine, into a "
+            "folder.",
+        ),
+        "plan": Command(
+            module="llmtrain.lab.commands.plan",
+            summary="Predict the memory and the time of a run, without training anything.",
+        ),
+    },
+    "Look at runs": {
+        "compare": Command(
+            module="llmtrain.lab.commands.compare",
+            summary="Tell a gain from noise: compare settings by the eval losses of runs with "
+            "several seeds.",
+        ),
+        "diff": Command(
+            module="llmtrain.lab.commands.diff",
+            summary="Compare two runs: their final losses, the first step at which they differ, "
+            "and the cause.",
+        ),
+        "report": Command(
+            module="llmtrain.lab.commands.report",
+            summary="Make an HTML page about one or more runs: metrics, phases, memory, "
+            "differences, events.",
+        ),
+        "rows": Command(
+            module="llmtrain.commands.rows",
+            summary="Print the rows of a step, of a run or a recipe, as text with marked targets.",
+        ),
+        "runs": Command(
+            module="llmtrain.commands.runs",
+            summary="List runs with their state, losses and age; or check the checkpoints of one "
+            "run.",
+        ),
+    },
+    "Use a model": {
+        "chat": Command(
+            module="llmtrain.commands.chat",
+            summary="Chat with a model that was fine-tuned on conversations.",
+        ),
+        "eval": Command(
+            module="llmtrain.commands.eval",
+            summary="Measure the loss, perplexity and bits per byte of a data set under a model.",
+        ),
+        "export": Command(
+            module="llmtrain.commands.export",
+            summary="Write the model of a run to its own folder, or merge a LoRA adapter.",
+        ),
+        "generate": Command(
+            module="llmtrain.commands.generate",
+            summary="Generate text with a trained model, and print it as it is generated.",
+        ),
+    },
+    "Check and understand": {
+        "learn": Command(
+            module="llmtrain.lessons.learn",
+            summary="Show distributed training on this machine in lessons; without a name, list "
+            "them.",
+        ),
+        "repeat": Command(
+            module="llmtrain.lab.commands.repeat",
+            summary="Run a recipe with several seeds, one after the other, to see how much its "
+            "loss varies.",
+        ),
+        "verify": Command(
+            module="llmtrain.commands.verify",
+            summary="Check that a recipe trains the same on another layout, or after it was "
+            "killed.",
+        ),
+        "xray": Command(
+            module="llmtrain.lab.commands.xray",
+            summary="Run a few steps of a recipe, and show when each process does what.",
+        ),
+    },
 }
-# The titles in --help, in the order of a user's work.
-GROUPS = ("Prepare a run", "Look at runs", "Use a model", "Check and understand")
+COMMANDS: dict[str, Command] = {}
+for _commands in GROUPS.values():
+    COMMANDS |= _commands
+
 _EPILOG = (
     "llmtrain COMMAND --help explains a command.\n\n"
     "To train, start a recipe: accelerate launch recipes/gpt.py --help"
@@ -203,9 +200,8 @@ def build_parser(commands: Collection[str] = COMMANDS.keys()) -> Parser:
 def _list_commands() -> str:
     """Return the commands with the first line of their descriptions, by group."""
     lines = []
-    for group in GROUPS:
+    for group, commands in GROUPS.items():
         lines += ["", f"{group}:"]
-        for name, command in COMMANDS.items():
-            if command.group == group:
-                lines.append(f"  {name:<9} {command.summary}")
+        for name, command in commands.items():
+            lines.append(f"  {name:<9} {command.summary}")
     return "\n".join(lines)

@@ -9,16 +9,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    Any,
-    Literal,
-    NoReturn,
-    TypeAlias,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Literal, NoReturn, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from llmtrain.errors import UserError
 
@@ -28,6 +19,7 @@ _BOOLEANS = {
     **dict.fromkeys(("true", "yes", "on", "t", "y", "1"), True),
     **dict.fromkeys(("false", "no", "off", "f", "n", "0"), False),
 }
+_METAVARS = {int: "N", float: "X", bool: "BOOL"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,26 +48,36 @@ class Flag:
     @classmethod
     def of(cls, config: Any, field: "dataclasses.Field[Any]") -> "Flag":
         """Return the flag of a field of a :class:`~llmtrain.config.flags.Config`."""
-        kind: Any = field.type
-        if isinstance(kind, str):
+        annotation: Any = field.type
+        if isinstance(annotation, str):
             # The module of a recipe may be gone (:mod:`llmtrain.training.recipe_model`), so names
             # are looked up as the `__init__` of the dataclass does.
-            kind = get_type_hints(type(config).__init__)[field.name]
-        options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+            annotation = get_type_hints(type(config).__init__)[field.name]
+
+        # `X | None`: its value is optional. `list[X]`: it takes several words.
+        is_union = get_origin(annotation) in (Union, UnionType)
+        options = get_args(annotation) if is_union else (annotation,)
         kind = next(option for option in options if option is not NoneType)
         takes_list = get_origin(kind) is list
         if takes_list:
             [kind] = get_args(kind)
+        # `Literal["a", "b"]`: it takes these words.
         choices = config.choices(field.name)
         if get_origin(kind) is Literal:
             choices = get_args(kind)
             kind = str
-        if kind not in (str, int, float, bool) and field.metadata["parse"] is None:
+        has_parse = field.metadata["parse"] is not None
+        if kind not in (str, int, float, bool) and not has_parse:
             raise TypeError(f"--{field.name}: a flag of type {kind} needs parse=...")
 
-        letters = {int: "N", float: "X", bool: "BOOL"} if field.metadata["parse"] is None else {}
-        last_word = field.name.rpartition("_")[2].upper()
-        metavar = field.metadata["metavar"] or letters.get(kind, last_word)
+        if choices:
+            metavar = "{" + ",".join(choices) + "}"
+        elif field.metadata["metavar"]:
+            metavar = field.metadata["metavar"]
+        elif kind in _METAVARS and not has_parse:
+            metavar = _METAVARS[kind]
+        else:
+            metavar = field.name.rpartition("_")[2].upper()
         return cls(
             name=field.name,
             kind=kind,
@@ -83,7 +85,7 @@ class Flag:
             is_optional=NoneType in options,
             choices=choices,
             default=getattr(config, field.name),
-            metavar="{" + ",".join(choices) + "}" if choices else metavar,
+            metavar=metavar,
             metadata=field.metadata,
         )
 

@@ -96,19 +96,16 @@ def read(path: str) -> dict[str, list[str]]:
         name = str(key_node.value).replace("-", "_")
         if name in words_by_name:
             raise UserError(f"'{name}' is set twice; remove one of the lines.")
-        if not _is_null(value_node):
-            words_by_name[name] = _words_of(name, value_node)
+        if _is_null(value_node):
+            continue
+        is_list = isinstance(value_node, yaml.SequenceNode)
+        items = value_node.value if is_list else [value_node]
+        if not all(isinstance(item, yaml.ScalarNode) for item in items):
+            raise UserError(f"'{name}' must be a value or a list, not nested keys.")
+        if not items:
+            raise UserError(f"--{name} is an empty list; give a value or leave the key out.")
+        words_by_name[name] = [str(item.value) for item in items]
     return words_by_name
-
-
-def _words_of(key: str, node: yaml.Node) -> list[str]:
-    """Return the value of a key as the words after its flag on a command line."""
-    nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    if not all(isinstance(item, yaml.ScalarNode) for item in nodes):
-        raise UserError(f"'{key}' must be a value or a list, not nested keys.")
-    if not nodes:
-        raise UserError(f"--{key} is an empty list; give a value or leave the key out.")
-    return [str(item.value) for item in nodes]
 
 
 def _is_null(node: yaml.Node) -> bool:

@@ -117,7 +117,10 @@ class Heartbeat(Callback):
         try:
             yield
         except Exception as error:
-            if not _is_lost_connection(error):
+            is_lost_connection = isinstance(error, RuntimeError) and any(
+                text in str(error) for text in _CONNECTION_ERRORS
+            )
+            if not is_lost_connection:
                 reason = explain(error) or first_line(error)
                 self._set(_FAILED, f"rank {self.ranks.rank}: {reason}")
                 raise
@@ -331,10 +334,3 @@ def _process_state(beat: Beat) -> str:
         return "gone"
     except psutil.Error:  # this user may not look at it
         return ""
-
-
-def _is_lost_connection(error: Exception) -> bool:
-    """Return whether an error says that another process could not be reached."""
-    if not isinstance(error, RuntimeError):
-        return False
-    return any(text in str(error) for text in _CONNECTION_ERRORS)

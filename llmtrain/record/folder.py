@@ -59,7 +59,7 @@ class RunFolder:
             copy_lines_up_to(log, log, step)
             if extends is not None and not log.exists():
                 copy_lines_up_to(Path(extends["run"], name), log, min(step, extends["step"]))
-        self._write_status("running", step)
+        self.set_status("running", step, takes_over=True)
 
     def append(self, name: str, line: JsonObject) -> None:
         """Append a line to a JSON-lines file."""
@@ -89,33 +89,32 @@ class RunFolder:
         with contextlib.suppress(UserError):
             self.append("events.jsonl", redacted(event))
 
-    def set_status(self, state: str, step: int, reason: str = "") -> None:
-        """Write ``status.json``, unless another start has taken over the folder.
+    def set_status(
+        self, state: str, step: int, reason: str = "", *, takes_over: bool = False
+    ) -> None:
+        """Write ``status.json``, which says how the run ended. Launchers hide exit statuses.
 
         Args:
             state: ``running``, ``finished``, ``preempted`` or ``failed``.
             step: steps made so far.
             reason: why the run is in this state.
+            takes_over: write it even if another start has this folder.
         """
-        if not self.is_main or self.is_taken_over():
+        if not self.is_main or (not takes_over and self.is_taken_over()):
             return
-        # A saved checkpoint has no reason; redacting goes through all variables of the process.
-        self._write_status(state, step, redacted(reason) if reason else "")
-        if state not in ("finished", "running"):
-            self.record_event(step, state, reason)
-
-    def _write_status(self, state: str, step: int, reason: str = "") -> None:
-        """Write ``status.json``, which says how the run ended. Launchers hide exit statuses."""
         status = {
             "state": state,
             "step": step,
-            "reason": reason,
+            # A saved checkpoint has no reason; redacting goes through all variables of the process.
+            "reason": redacted(reason) if reason else "",
             "start_id": self.start_id,
             "pid": os.getpid(),
             "host": platform.node(),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
         write_json(self.path / "status.json", status)
+        if state not in ("finished", "running"):
+            self.record_event(step, state, reason)
 
     def is_taken_over(self) -> bool:
         """Return whether another start of the run writes here.

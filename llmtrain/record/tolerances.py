@@ -5,7 +5,7 @@ difference, are defined only here.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 from llmtrain.files import Json
@@ -76,95 +76,74 @@ class Quantity(NamedTuple):
 
     Attributes:
         name: for messages.
-        read: returns a run's values by step.
+        key: the key of the log entries that have it.
         rounds_like: the field in :class:`Tolerance` that applies.
+        is_initial: whether only its value before the first step counts.
+        part: which part of a value with dashes counts; ``None`` for all of it.
+        file: the JSON-lines file of the run that has it.
     """
 
     name: str
-    read: Callable[[History], Series]
+    key: str
     rounds_like: Literal["exact", "loss", "grad_norm", "weights"] = "exact"
+    is_initial: bool = False
+    part: int | None = None
+    file: str = "metrics.jsonl"
 
     def limit(self, tolerance: Tolerance) -> float:
         """Return the largest relative difference that rounding errors explain."""
         limits = tolerance._asdict()
         return float(limits[self.rounds_like])
 
+    def read(self, run: History) -> Series:
+        """Return the values of a run by step.
 
-def _logged(key: str) -> Callable[[History], Series]:
-    """Return a function that reads one key from a run's log entries.
-
-    JSON can only hold finite numbers. Other numbers were logged as null, and are read as NaN.
-    """
-
-    def read(run: History) -> Series:
+        JSON can only hold finite numbers. Other numbers were logged as null, and are read as NaN.
+        """
+        entries = run.entries
+        if self.file != "metrics.jsonl":
+            entries = read_lines(run.folder / self.file)
         values: dict[int, Json] = {}
-        for entry in run.entries:
-            if key in entry:
-                values[entry["step"]] = math.nan if entry[key] is None else entry[key]
+        for entry in entries:
+            if self.key not in entry or (self.is_initial and entry["step"] > 0):
+                continue
+            value = entry[self.key]
+            if value is None:
+                value = math.nan
+            elif self.part is not None:
+                value = value.split("-")[self.part]
+            values[entry["step"]] = value
         return values
 
-    return read
 
-
-def _logged_at_start(key: str) -> Callable[[History], Series]:
-    """Return a function that reads one key from the log entries before the first step."""
-    read_all = _logged(key)
-
-    def read(run: History) -> Series:
-        return {step: value for step, value in read_all(run).items() if step == 0}
-
-    return read
-
-
-def _fingerprint(part: int) -> Callable[[History], Series]:
-    """Return a function that reads one part of each batch's fingerprint.
-
-    Args:
-        part: 0 for the hash of the tokens, 1 for the hash of the labels.
-    """
-
-    def read(run: History) -> Series:
-        return {
-            entry["step"]: entry["batch"].split("-")[part]
-            for entry in run.entries
-            if isinstance(entry.get("batch"), str)
-        }
-
-    return read
-
-
-def _rows(run: History) -> Series:
-    """Return the rows in each step's global batch, if the run has logged them (``--log_rows``)."""
-    return {entry["step"]: entry.get("rows") for entry in read_lines(run.folder / "rows.jsonl")}
-
-
-# Ordered by cause and effect: within a step, each quantity depends on those before it.
+# Ordered by cause and effect: within a step, each quantity depends on those before it. A batch has
+# a hash of its tokens and one of its labels.
 QUANTITIES = {
     "initial_weights": Quantity(
         name="norm of the initial weights",
-        read=_logged_at_start("train/weight_norm"),
+        key="train/weight_norm",
         rounds_like="weights",
+        is_initial=True,
     ),
-    "rows": Quantity(name="rows", read=_rows),
-    "input_tokens": Quantity(name="input tokens", read=_fingerprint(0)),
-    "labels": Quantity(name="labels", read=_fingerprint(1)),
-    "target_tokens": Quantity(name="number of target tokens", read=_logged("tokens")),
-    "learning_rate": Quantity(name="learning rate", read=_logged("train/learning_rate")),
+    "rows": Quantity(name="rows", key="rows", file="rows.jsonl"),  # with --log_rows
+    "input_tokens": Quantity(name="input tokens", key="batch", part=0),
+    "labels": Quantity(name="labels", key="batch", part=1),
+    "target_tokens": Quantity(name="number of target tokens", key="tokens"),
+    "learning_rate": Quantity(name="learning rate", key="train/learning_rate"),
     "initial_loss": Quantity(
         name="eval loss before the first step",
-        read=_logged_at_start("eval/loss"),
+        key="eval/loss",
         rounds_like="loss",
+        is_initial=True,
     ),
-    "loss": Quantity(name="loss", read=_logged("train/loss"), rounds_like="loss"),
-    "grad_norm": Quantity(
-        name="gradient norm", read=_logged("train/grad_norm"), rounds_like="grad_norm"
-    ),
+    "loss": Quantity(name="loss", key="train/loss", rounds_like="loss"),
+    "grad_norm": Quantity(name="gradient norm", key="train/grad_norm", rounds_like="grad_norm"),
     "weight_norm": Quantity(
-        name="norm of the weights", read=_logged("train/weight_norm"), rounds_like="weights"
+        name="norm of the weights", key="train/weight_norm", rounds_like="weights"
     ),
-    "eval_loss": Quantity(name="eval loss", read=_logged("eval/loss"), rounds_like="loss"),
+    "eval_loss": Quantity(name="eval loss", key="eval/loss", rounds_like="loss"),
     "eval_bits_per_byte": Quantity(
-        name="eval bits per byte", read=_logged("eval/bits_per_byte"), rounds_like="loss"
+        name="eval bits per byte", key="eval/bits_per_byte", rounds_like="loss"
     ),
 }
 
