@@ -4,7 +4,6 @@
 the same about the rest of a run's record.
 """
 
-import itertools
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,7 +24,8 @@ _RECORDED = {
     "tokenizer_sha256": ("tokenizer", "data"),
     "train_rows": ("train rows", "data"),
     "vocabulary": ("vocabulary size", "data"),
-    "mixed_precision": ("precision", "numbers"),
+    # The flag may be auto. A start has the precision that it chose.
+    "mixed_precision": ("--mixed_precision", "numbers"),
     "git_sha": ("commit", "numbers"),
     "code_sha256": ("code of llmtrain and the recipe", "numbers"),
     "processes": ("processes", "nothing"),
@@ -36,72 +36,61 @@ _RECORDED = {
 }
 
 
-class Fact(NamedTuple):
-    """A setting of a run, or something else that its record has.
-
-    Attributes:
-        value: the value.
-        affects: ``data``, ``numbers`` or ``nothing``; see :func:`llmtrain.flag`.
-        is_code: whether it says which code was run.
-    """
-
-    value: Json
-    affects: str
-    is_code: bool = False
-
-
 class Difference(NamedTuple):
-    """A fact whose value is not the same in all runs.
+    """A setting of runs, or something else that they have recorded, that is not the same in all.
 
     Attributes:
         name: the name of a flag, such as ``--seed``, or of something else, such as ``commit``.
         values: its value in each run; ``None`` if a run has not recorded it.
-        affects: what it affects, as in :class:`Fact`.
-        is_code: whether it says which code was run.
+        affects: ``data``, ``numbers`` or ``nothing``; see :func:`llmtrain.flag`.
     """
 
     name: str
     values: list[Json]
     affects: str
-    is_code: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} {' and '.join(shorten_hash(value) for value in self.values)}"
 
-
-def facts_of(run: History) -> dict[str, Fact]:
-    """Return what may differ between a run and others, by name.
-
-    Settings that affect nothing are left out: names of folders, or how a step is divided.
-    """
-    facts = {}
-    for name, value in run.settings.items():
-        if run.affects(name) != "nothing":
-            facts[f"--{name}"] = Fact(value, run.affects(name))
-
-    start = run.starts[0] if run.starts else {}
-    # The record also has the processes of the latest start.
-    record = {**run.record, **start}
-    for key, (name, affects) in _RECORDED.items():
-        if key in record:
-            facts[name] = Fact(record[key], affects, is_code=key in ("git_sha", "code_sha256"))
-    for package, version in (record.get("versions") or {}).items():
-        facts[f"version of {package}"] = Fact(version, "numbers", is_code=True)
-    return facts
+    @property
+    def is_code(self) -> bool:
+        """Whether it says which code was run."""
+        return self.name.startswith(("commit", "code of", "version of"))
 
 
 def differences(runs: Sequence[History]) -> list[Difference]:
-    """Return what is not the same in all runs, in the order of their records."""
-    facts_by_run = [facts_of(run) for run in runs]
-    names = dict.fromkeys(itertools.chain.from_iterable(facts_by_run))
+    """Return what is not the same in all runs, in the order of their records.
+
+    Settings that affect nothing are left out: names of folders, or how a step is divided.
+    """
+    affects: dict[str, str] = {}
+    values_by_run = []
+    for run in runs:
+        values = {f"--{name}": value for name, value in run.settings.items()}
+        for name in run.settings:
+            affects.setdefault(f"--{name}", run.affects(name))
+
+        # The record also has the processes of the latest start.
+        record = {**run.record, **(run.starts[0] if run.starts else {})}
+        for key, (name, affected) in _RECORDED.items():
+            if key in record:
+                values[name] = record[key]
+                affects[name] = affected
+        for package, version in (record.get("versions") or {}).items():
+            values[f"version of {package}"] = version
+            affects[f"version of {package}"] = "numbers"
+        values_by_run.append(values)
+
     differing = []
-    for name in names:
-        facts = [facts[name] for facts in facts_by_run if name in facts]
-        values = [facts[name].value if name in facts else None for facts in facts_by_run]
+    for name, affected in affects.items():
+        is_flag = name.startswith("--")
         # A key that other versions of the package do not record says nothing.
-        is_known = name.startswith("--") or len(facts) == len(runs)
-        if is_known and any(value != values[0] for value in values):
-            differing.append(Difference(name, values, facts[0].affects, facts[0].is_code))
+        is_known = is_flag or all(name in values for values in values_by_run)
+        if not is_known or (is_flag and affected == "nothing"):
+            continue
+        values_of_runs = [values.get(name) for values in values_by_run]
+        if any(value != values_of_runs[0] for value in values_of_runs):
+            differing.append(Difference(name, values_of_runs, affected))
     return differing
 
 

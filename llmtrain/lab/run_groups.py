@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmtrain.errors import UserError
-from llmtrain.files import Json, JsonObject, json_text
-from llmtrain.lab.differences import differences, facts_of, have_same_eval_loss, shorten_hash
+from llmtrain.files import Json, json_text
+from llmtrain.lab.differences import differences, have_same_eval_loss, shorten_hash
 from llmtrain.record.history import History, runs_in
 
 _MAX_NAMED_SETTINGS = 5  # in the name of a group
@@ -46,75 +46,46 @@ def group_runs(runs: Sequence[History]) -> list[tuple[str, list[History]]]:
         The name of each group, the settings that set it apart, such as ``learning_rate 0.01``, and
         its runs.
     """
+    setting_apart = [
+        difference
+        for difference in differences(runs)
+        if difference.affects != "nothing"
+        and not difference.is_code
+        and difference.name != "--seed"
+    ]
     by_values: dict[str, list[History]] = {}
-    for run in runs:
-        key = json_text(_compared_values(run), sort_keys=True)
+    names: dict[str, str] = {}
+    for index, run in enumerate(runs):
+        values = {difference.name: difference.values[index] for difference in setting_apart}
+        key = json_text(values)
         by_values.setdefault(key, []).append(run)
+        names[key] = _name(values)
 
-    groups: list[list[History]] = []
-    for same_values in by_values.values():
-        groups += _split_by_code(same_values)
-    return list(zip(_names([group[0] for group in groups]), groups, strict=True))
-
-
-def _compared_values(run: History) -> JsonObject:
-    """Return what must be the same in all runs of a group, by name."""
-    return {
-        name: fact.value
-        for name, fact in facts_of(run).items()
-        if fact.affects != "nothing" and not fact.is_code and name != "--seed"
-    }
+    groups = []
+    for key, same_values in by_values.items():
+        by_code = _split_by_code(same_values)
+        for code, same_code in by_code.items():
+            parts = [names[key], f"code {shorten_hash(code)}" if len(by_code) > 1 else ""]
+            groups.append((", ".join(filter(None, parts)), same_code))
+    return groups
 
 
-def _split_by_code(runs: list[History]) -> list[list[History]]:
-    """Split runs of the same settings by their code, if it has changed the loss of a seed."""
+def _split_by_code(runs: Sequence[History]) -> dict[str, list[History]]:
+    """Return runs of the same settings by their code, if it has changed the loss of a seed."""
     by_code: dict[str, list[History]] = {}
-    by_seed: dict[int | None, list[History]] = {}
     for run in runs:
         by_code.setdefault(code_of(run), []).append(run)
-        by_seed.setdefault(seed_of(run), []).append(run)
 
-    has_changed = any(_has_code_changed_loss(same_seed) for same_seed in by_seed.values())
-    return [*by_code.values()] if has_changed else [runs]
-
-
-def _has_code_changed_loss(runs: Sequence[History]) -> bool:
-    """Return whether two runs of one seed have different code and different losses."""
-    return any(
-        code_of(a) != code_of(b) and not have_same_eval_loss(a, b)
-        for a, b in itertools.combinations(runs, 2)
-    )
-
-
-def seed_of(run: History) -> int | None:
-    """Return the seed of a run, or ``None`` if it has recorded none."""
-    seed = run.settings.get("seed")
-    return seed if isinstance(seed, int) else None
+    for a, b in itertools.combinations(runs, 2):
+        is_same_seed = a.settings.get("seed") == b.settings.get("seed")
+        if is_same_seed and code_of(a) != code_of(b) and not have_same_eval_loss(a, b):
+            return by_code
+    return {"": [*runs]}
 
 
 def code_of(run: History) -> str:
     """Return the hash of the code with which a run began; empty if it is unknown."""
     return str(run.starts[0].get("code_sha256", "")) if run.starts else ""
-
-
-def _names(runs: Sequence[History]) -> list[str]:
-    """Return a name for each group.
-
-    Args:
-        runs: a run of each group.
-    """
-    differing = [difference.name for difference in differences(runs)]
-    names = []
-    for run in runs:
-        values = _compared_values(run)
-        names.append(_name({name: values[name] for name in differing if name in values}))
-    has_one_code = len({code_of(run) for run in runs}) == 1
-    if len(set(names)) == len(names) or has_one_code:
-        return names
-    return [
-        ", ".join(part for part in (name, f"code {shorten_hash(code_of(run))}") if part)
-        for name, run in zip(names, runs, strict=True)
-    ]
 
 
 def _name(values: Mapping[str, Json]) -> str:

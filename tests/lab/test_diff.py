@@ -10,6 +10,7 @@ from llmtrain.lab.commands.diff import RunDifference, diff_lines, diff_runs
 from llmtrain.lab.differences import differences, tolerance_between
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import NO_TOLERANCE, tolerance_of
+from tests.command_line import run_cli
 from tests.lab.seed_runs import write_run
 from tests.launching import read_json
 from tests.recorded_settings import EFFECTS
@@ -85,9 +86,9 @@ def test_settings_that_differ_have_what_they_affect(tmp_path: Path) -> None:
     other = history(tmp_path / "b", {1: 1.0}, starts=[{}], **other_settings)
 
     assert differences([run, other]) == [
-        ("--learning_rate", [0, 1], "numbers", False),
-        ("--tokenizer", ["a", "b"], "data", False),
-        ("--invented", [1, 2], "numbers", False),
+        ("--learning_rate", [0, 1], "numbers"),
+        ("--tokenizer", ["a", "b"], "data"),
+        ("--invented", [1, 2], "numbers"),
     ]
     text = text_of(diff_runs(run, other))
     assert "perhaps   --learning_rate 0 and 1" in text
@@ -130,6 +131,47 @@ def test_nan_differs_from_a_number_but_not_from_nan(tmp_path: Path) -> None:
     assert first is not None
     assert (first.quantity, first.step) == ("loss", 2)
     assert diff_runs(with_nan, with_nan).first is None
+
+
+def test_a_run_that_ended_in_nan_has_no_last_loss_in_any_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "runs"
+    finite = str(history(folder / "finite", {1: 3.0, 2: 2.0}, starts=[{}]).folder)
+    diverged = str(history(folder / "diverged", {1: 1.0, 2: None}, starts=[{}]).folder)
+
+    _, out, _ = run_cli(capsys, "runs", str(folder), "--sort", "eval_loss", "--json")
+    assert [(run["run"], run["eval_loss"]) for run in json.loads(out)] == [
+        (finite, 2.0),
+        (diverged, None),
+    ]
+    _, out, _ = run_cli(capsys, "runs", str(folder), "--sort", "loss")
+    assert out.splitlines()[-1].split()[:5] == [diverged, "finished", "2", "nan", "nan"]
+    _, out, _ = run_cli(capsys, "report", diverged, "--json")
+    assert json.loads(out)["runs"]["diverged"]["loss"] is None
+    _, out, _ = run_cli(capsys, "diff", finite, diverged)
+    assert f"eval loss 2.0000 in {finite} at step 2, nan in {diverged}\n" in out
+    _, out, _ = run_cli(capsys, "compare", finite, diverged)
+    assert f"left out  {diverged} ended with an eval loss that is not a number" in out
+
+
+def test_losses_that_only_round_differently_are_not_called_equal_to_the_last_bit(
+    tmp_path: Path,
+) -> None:
+    run = history(tmp_path / "a", {1: 2.0}, starts=[{}])
+    other = history(tmp_path / "b", {1: 2.0}, starts=[{}])
+    assert "to the last bit" in text_of(diff_runs(run, other))
+
+    other.entries[-1]["eval/loss"] = 2.0 * (1 + 1e-7)
+    assert "within 1e-07, which rounding explains" in text_of(diff_runs(run, other))
+
+
+def test_the_precision_is_listed_once_as_each_run_has_chosen_it(tmp_path: Path) -> None:
+    run = history(tmp_path / "a", {1: 2.0}, starts=[{}], mixed_precision="auto")
+    half = {"mixed_precision": "bf16"}
+    other = history(tmp_path / "b", {1: 2.0}, starts=[half], mixed_precision="bf16")
+
+    assert list(map(str, differences([run, other]))) == ["--mixed_precision no and bf16"]
 
 
 def test_another_commit_or_changed_files_are_a_difference(tmp_path: Path) -> None:

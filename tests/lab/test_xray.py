@@ -149,6 +149,15 @@ def test_the_table_says_how_often_gradients_were_sent() -> None:
     assert "differ between steps" in "\n".join(as_lines(summary(irregular)))
 
 
+def test_the_first_line_says_that_the_gathers_of_fsdp2_are_not_shown() -> None:
+    sharded = recording()
+    assert "FSDP2" not in as_lines(summary(sharded))[0]
+
+    sharded.transfers = []
+    sharded.buckets = {}
+    assert "the gathers of FSDP2 are not shown" in as_lines(summary(sharded))[0]
+
+
 # --- the page
 
 

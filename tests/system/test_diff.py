@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from llmtrain.commands.trial import FinishedRun
+from llmtrain.lab.commands.compare import compare_groups
 from llmtrain.lab.commands.diff import RunDifference, diff_lines, diff_runs
+from llmtrain.lab.commands.report import differing_values
+from llmtrain.lab.differences import differences
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import QUANTITIES
 from tests.command_line import run_cli
@@ -148,11 +151,27 @@ def test_a_change_is_named_at_the_first_quantity_that_differs(
     assert all(change.cause in flag for flag in flags), f"another flag is named:\n{report}"
 
 
+@pytest.mark.parametrize("name", marked(CHANGES))
+def test_diff_report_compare_and_repeat_have_one_list(name: str, runs: Path) -> None:
+    """What compare prints about the settings of groups, repeat prints, too."""
+    pair = [History.of_run(runs / "reference"), History.of_run(runs / name)]
+    listed = differences(pair)
+    difference = diff_runs(*pair)
+
+    assert bool(listed) == (CHANGES[name].bug in (None, "a token twice"))
+    assert sorted([*difference.suspects, *difference.others]) == sorted(listed)
+    assert differing_values(pair).keys() == {different.name for different in listed}
+    names = "; ".join(group.name for group in compare_groups(pair).groups)
+    for different in listed:
+        sets_apart = different.name != "--seed"
+        assert (different.name.removeprefix("--") in names) == sets_apart, names
+
+
 @pytest.mark.parametrize("name", marked(EQUAL_RUNS))
 def test_equal_runs_have_no_difference(name: str, runs: Path, score: Callable[[str], None]) -> None:
     difference = difference_from_reference(runs, name)
 
-    score(f"diff: equal: {name}: losses within {difference.largest_loss_difference:.0e}")
+    score(f"diff: equal: {name}: within {difference.largest_difference:.0e}")
     assert difference.first is None, "\n".join(diff_lines(difference, "reference", name))
     # A run in a new folder begins with the log of the run whose checkpoint it resumes.
     assert difference.common_entries == 12

@@ -139,11 +139,17 @@ def test_the_last_output_dir_counts_as_it_does_for_the_recipe(
     assert (tmp_path / folder / "xray" / "timeline.html").exists()
 
 
+WITHOUT_SPANS = (
+    '{"processes": 2, "spans": [], "transfers": [], "buckets": {}, "counted_bytes": 0, "cost": 0}'
+)
+
+
 @pytest.mark.parametrize(
     ("words", "content", "named"),
     [
         ("{folder}", '{"a', "--xray_steps"),
         ("{folder}", '{"buckets": {}, "spans": [1]}', "--xray_steps"),
+        ("{folder}", WITHOUT_SPANS, "--xray_steps"),
         ("{folder} --n_layer 2", '{"a', "--n_layer is for a recipe"),
     ],
 )

@@ -10,13 +10,14 @@ mean loss.
 import argparse
 import math
 import statistics
+import string
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 from llmtrain.console import labelled, pluralize, printable
 from llmtrain.files import Json, json_text
 from llmtrain.lab.differences import have_same_eval_loss
-from llmtrain.lab.run_groups import code_of, find_runs, group_runs, seed_of
+from llmtrain.lab.run_groups import code_of, find_runs, group_runs
 from llmtrain.lab.significance import MeanDifference, paired_test
 from llmtrain.record.history import History
 
@@ -74,25 +75,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     comparison = compare_groups(find_runs(arguments.folders))
     if arguments.json:
-        print(comparison_as_json(comparison))
+        print(json_text(as_json(comparison), indent=1))
     else:
         lines = [*group_lines(comparison), *_verdict_lines(comparison)]
         print(printable("\n".join(lines)))
 
 
-def comparison_as_json(comparison: GroupComparison) -> str:
-    """Return a comparison as ``--json`` prints it."""
-    return json_text(_plain(comparison), indent=1)
-
-
-def _plain(value: Any) -> Json:
-    """Return a record, with all records in it, as JSON."""
+def as_json(value: Any) -> Json:
+    """Return a comparison, with all records in it, as ``--json`` prints it."""
     if isinstance(value, History):
         return str(value.folder)
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {name: _plain(part) for name, part in value._asdict().items()}
+        return {name: as_json(part) for name, part in value._asdict().items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [as_json(part) for part in value]
     return cast(Json, value)
 
 
@@ -112,10 +108,12 @@ def compare_groups(runs: Sequence[History]) -> GroupComparison:
 
     groups = []
     for number, (name, same_settings) in enumerate(group_runs(usable)):
-        measured = _one_for_each_seed(map(_measurement, same_settings), remarks)
+        measured = _measurements(same_settings, remarks)
         losses = [item.loss for item in measured]
+        rounds, place = divmod(number, 26)
+        letter = string.ascii_uppercase[place]
         group = MeasuredGroup(
-            letter=_letter(number),
+            letter=f"{letter}{rounds}" if rounds else letter,
             name=name,
             runs=measured,
             mean=statistics.fmean(losses),
@@ -142,7 +140,7 @@ def _fault(run: History) -> str | None:
         return f"is still running, at step {run.step}"
     if run.state != "finished":
         return f"is not finished: {run.state} at step {run.step}; start its command again"
-    if seed_of(run) is None:
+    if not isinstance(run.settings.get("seed"), int):
         return "has no seed in run.json"
 
     loss = run.latest("eval/loss")
@@ -153,20 +151,13 @@ def _fault(run: History) -> str | None:
     return None
 
 
-def _measurement(run: History) -> Measurement:
-    seed = seed_of(run)
-    loss = run.latest("eval/loss")
-    assert seed is not None, "a run without a seed is left out"
-    assert loss is not None, "a run without an eval loss is left out"
-    return Measurement(run=run, seed=seed, loss=loss)
-
-
-def _one_for_each_seed(
-    measurements: Iterable[Measurement], remarks: list[tuple[str, str]]
-) -> list[Measurement]:
-    """Return the first measurement of each seed in a group, and add remarks about the others."""
+def _measurements(runs: Iterable[History], remarks: list[tuple[str, str]]) -> list[Measurement]:
+    """Return the first run of each seed in a group, and add remarks about the others."""
     by_seed: dict[int, Measurement] = {}
-    for item in measurements:
+    for run in runs:
+        loss = run.latest("eval/loss")
+        assert loss is not None, "a run without an eval loss is left out"
+        item = Measurement(run=run, seed=run.settings["seed"], loss=loss)
         first = by_seed.setdefault(item.seed, item)
         if first is item:
             continue
@@ -183,13 +174,6 @@ def _one_for_each_seed(
             )
             remarks.append(("differs", text))
     return sorted(by_seed.values(), key=lambda item: item.seed)
-
-
-def _letter(index: int) -> str:
-    """Return the short name of a group: A to Z, then A1 to Z1, and so on."""
-    rounds, place = divmod(index, 26)
-    letter = chr(ord("A") + place)
-    return f"{letter}{rounds}" if rounds else letter
 
 
 def _difference(first: MeasuredGroup, second: MeasuredGroup) -> GroupDifference:

@@ -6,6 +6,7 @@ otherwise.
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from llmtrain.errors import UserError
 from llmtrain.files import Json, JsonObject, json_text
 from llmtrain.lab.differences import Difference, differences, tolerance_between
 from llmtrain.record.history import History
-from llmtrain.record.tolerances import QUANTITIES, Tolerance, step_differences
+from llmtrain.record.tolerances import QUANTITIES, StepDifference, step_differences
 
 EXAMPLES = ("llmtrain diff runs/gpt runs/gpt-2",)
 
@@ -35,12 +36,12 @@ class RunDifference(NamedTuple):
     """The result of comparing two runs."""
 
     final_losses: list[JsonObject]  # of those that both runs have logged: the last of each
-    first: Divergence | None  # the earliest; of several at the same step, the first in the chain
-    divergences: list[Divergence]  # in the order of the chain
+    first: Divergence | None  # the earliest; of several at the same step, the first in QUANTITIES
+    divergences: list[Divergence]  # in the order of QUANTITIES
     suspects: list[Difference]  # what may have caused the first divergence
     hint: str  # where to look if there is no suspect
     others: list[Difference]  # what differs, too, but cannot have caused it
-    largest_loss_difference: float  # relative, of a train loss
+    largest_difference: float  # relative, of all values that are compared
     common_entries: int  # train losses that both runs have logged at the same step
 
 
@@ -92,27 +93,19 @@ def run(arguments: argparse.Namespace) -> None:
         )
     name_a, name_b = arguments.runs
     difference = diff_runs(History.of_run(Path(name_a)), History.of_run(Path(name_b)))
+    first = difference.first
     if arguments.json:
-        print(json_text(_as_json(difference), indent=1))
+        content = difference._asdict() | {
+            "first": None if first is None else first._asdict(),
+            "divergences": [divergence._asdict() for divergence in difference.divergences],
+            "suspects": list(map(str, difference.suspects)),
+            "others": list(map(str, difference.others)),
+        }
+        print(json_text(content, indent=1))
     else:
         print(printable("\n".join(diff_lines(difference, name_a, name_b))))
 
-    are_same = difference.first is None and difference.common_entries > 0
-    sys.exit(0 if are_same else 1)
-
-
-def _as_json(difference: RunDifference) -> JsonObject:
-    first = difference.first
-    return {
-        "final_losses": difference.final_losses,
-        "first": None if first is None else first._asdict(),
-        "all": [divergence._asdict() for divergence in difference.divergences],
-        "suspects": list(map(str, difference.suspects)),
-        "hint": difference.hint,
-        "others": list(map(str, difference.others)),
-        "largest_loss_difference": difference.largest_loss_difference,
-        "common_entries": difference.common_entries,
-    }
+    sys.exit(0 if first is None and difference.common_entries > 0 else 1)
 
 
 # --- the comparison
@@ -120,49 +113,21 @@ def _as_json(difference: RunDifference) -> JsonObject:
 
 def diff_runs(run_a: History, run_b: History) -> RunDifference:
     """Compare two runs. They may have been interrupted, and may have different parallel layouts."""
-    tolerance = tolerance_between(run_a, run_b)
     has_same_data = all(
         run_a.record.get(key) == run_b.record.get(key)
         for key in ("data_sha256", "tokenizer_sha256")
     )
-    candidates = [
-        _divergence(key, run_a, run_b, tolerance=tolerance)
-        for key in QUANTITIES
-        if has_same_data or key not in _NEED_SAME_DATA
-    ]
-    divergences = [candidate for candidate in candidates if candidate is not None]
-    first = min(divergences, key=lambda divergence: divergence.step, default=None)
+    tolerance = tolerance_between(run_a, run_b)
+    compared = {}
+    divergences = []
+    for key, quantity in QUANTITIES.items():
+        if key in _NEED_SAME_DATA and not has_same_data:
+            continue
+        compared[key] = step_differences(quantity, run_a, run_b)
+        divergence = _divergence(key, compared[key], limit=quantity.limit(tolerance))
+        if divergence is not None:
+            divergences.append(divergence)
 
-    losses = step_differences(QUANTITIES["loss"], run_a, run_b)
-    suspects, hint = [], ""
-    different = differences([run_a, run_b])
-    if first is not None:
-        of_data = first.quantity in _OF_DATA
-        affecting = ("data",) if of_data else ("data", "numbers")
-        suspects = [difference for difference in different if difference.affects in affecting]
-        if has_same_data:  # whatever it is called
-            suspects = [suspect for suspect in suspects if suspect.name not in _NAMES_OF_DATA]
-        # The code differs between most runs, so that alone explains little.
-        is_unexplained = all(suspect.is_code for suspect in suspects)
-        hint = _HINTS[first.quantity] if is_unexplained else ""
-        if first.grown_from is not None:
-            hint = (
-                "rounding errors may have grown: at the log entry before, the runs agree within "
-                f"{first.grown_from:.0e}"
-            )
-    return RunDifference(
-        final_losses=_final_losses(run_a, run_b),
-        first=first,
-        divergences=divergences,
-        suspects=suspects,
-        hint=hint,
-        others=[difference for difference in different if difference not in suspects],
-        largest_loss_difference=max((loss.relative for loss in losses), default=0.0),
-        common_entries=len(losses),
-    )
-
-
-def _final_losses(run_a: History, run_b: History) -> list[JsonObject]:
     final_losses = []
     for name, key in (("loss", "train/loss"), ("eval loss", "eval/loss")):
         last_a = run_a.last(key)
@@ -171,17 +136,27 @@ def _final_losses(run_a: History, run_b: History) -> list[JsonObject]:
             steps = {"step_a": last_a[0], "step_b": last_b[0]}
             values = {"value_a": last_a[1], "value_b": last_b[1]}
             final_losses.append({"name": name, **steps, **values})
-    return final_losses
+
+    first = min(divergences, key=lambda divergence: divergence.step, default=None)
+    listed = differences([run_a, run_b])
+    suspects = [] if first is None else _suspects(first, listed, has_same_data)
+    relative_differences = [step.relative for steps in compared.values() for step in steps]
+    return RunDifference(
+        final_losses=final_losses,
+        first=first,
+        divergences=divergences,
+        suspects=suspects,
+        hint="" if first is None else _hint(first, suspects),
+        others=[difference for difference in listed if difference not in suspects],
+        largest_difference=max(relative_differences, default=0.0),
+        common_entries=len(compared["loss"]),
+    )
 
 
-def _divergence(
-    key: str, run_a: History, run_b: History, tolerance: Tolerance
-) -> Divergence | None:
-    """Return the first step at which a quantity differs by more than the tolerance."""
-    quantity = QUANTITIES[key]
-    limit = quantity.limit(tolerance)
+def _divergence(key: str, steps: list[StepDifference], limit: float) -> Divergence | None:
+    """Return the first step at which a quantity differs by more than rounding explains."""
     previous = 0.0
-    for difference in step_differences(quantity, run_a, run_b):
+    for difference in steps:
         if difference.relative <= limit:
             previous = difference.relative
             continue
@@ -195,6 +170,35 @@ def _divergence(
             grown_from=previous if has_grown_slowly else None,
         )
     return None
+
+
+def _suspects(first: Divergence, listed: list[Difference], has_same_data: bool) -> list[Difference]:
+    """Return the differences that may have caused the first divergence.
+
+    Args:
+        first: the first divergence.
+        listed: all that is not the same in the two runs.
+        has_same_data: whether the data are the same, whatever they are called.
+    """
+    affecting = ("data",) if first.quantity in _OF_DATA else ("data", "numbers")
+    explaining_nothing = _NAMES_OF_DATA if has_same_data else ()
+    return [
+        difference
+        for difference in listed
+        if difference.affects in affecting and difference.name not in explaining_nothing
+    ]
+
+
+def _hint(first: Divergence, suspects: list[Difference]) -> str:
+    """Return where to look for the cause; empty if there are suspects."""
+    if first.grown_from is not None:
+        return (
+            "rounding errors may have grown: at the log entry before, the runs agree within "
+            f"{first.grown_from:.0e}"
+        )
+    # The code differs between most runs, so that alone explains little.
+    is_unexplained = all(suspect.is_code for suspect in suspects)
+    return _HINTS[first.quantity] if is_unexplained else ""
 
 
 # --- text
@@ -229,8 +233,8 @@ def diff_lines(difference: RunDifference, name_a: str, name_b: str) -> list[str]
         return [*lines, labelled("unknown", text)]
 
     agreement = "to the last bit"
-    if difference.largest_loss_difference > 0:
-        agreement = f"within {difference.largest_loss_difference:.0e}, which rounding explains"
+    if difference.largest_difference > 0:
+        agreement = f"within {difference.largest_difference:.0e}, which rounding explains"
     quantities = f"rows, losses, norms and weights of {difference.common_entries} log entries"
     return [*lines, labelled("same", f"{quantities}, {agreement}"), *others]
 
@@ -240,11 +244,8 @@ def _final_loss_line(loss: JsonObject, name_a: str, name_b: str) -> str:
     value_b = loss["value_b"]
     step_b = f" at step {loss['step_b']}" if loss["step_b"] != loss["step_a"] else ""
     change = round(value_b - value_a, 4) + 0.0  # no negative zero
-    text = (
-        f"{value_a:.4f} in {name_a} at step {loss['step_a']}, {value_b:.4f} in {name_b}{step_b}: "
-        f"{change:+.4f}"
-    )
-    return labelled(loss["name"], text)
+    text = f"{value_a:.4f} in {name_a} at step {loss['step_a']}, {value_b:.4f} in {name_b}{step_b}"
+    return labelled(loss["name"], text if math.isnan(change) else f"{text}: {change:+.4f}")
 
 
 def _format_value(value: Json) -> str:

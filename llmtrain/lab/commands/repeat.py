@@ -15,7 +15,8 @@ from typing import Any
 
 from llmtrain.console import labelled, say
 from llmtrain.errors import UserError
-from llmtrain.lab.commands.compare import compare_groups, comparison_as_json, group_lines
+from llmtrain.files import json_text
+from llmtrain.lab.commands.compare import as_json, compare_groups, group_lines
 from llmtrain.launching.children import (
     Ending,
     has_too_few_gpus,
@@ -176,7 +177,7 @@ def _summarise(arguments: argparse.Namespace, output_dir: Path, seeds: range) ->
     histories = [History.of_run(_seed_folder(output_dir, seed)) for seed in seeds]
     comparison = compare_groups(histories)
     if arguments.json:
-        print(comparison_as_json(comparison))
+        print(json_text(as_json(comparison), indent=1))
         return
 
     lines = group_lines(comparison)

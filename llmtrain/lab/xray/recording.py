@@ -106,12 +106,16 @@ class Recording:
             UserError: if there is none that can be read.
         """
         try:
-            return cls.from_json(read_object(run / "xray" / "recording.json"))
+            recording = cls.from_json(read_object(run / "xray" / "recording.json"))
+            has_all_ranks = {span.rank for span in recording.spans} == {*range(recording.processes)}
         except (KeyError, TypeError, ValueError, AttributeError):  # absent, or of another version
+            has_all_ranks = False
+        if not has_all_ranks:
             raise UserError(
                 f"{run} has no readable recording of steps: start the run with --xray_steps A:B, "
                 "or name a recipe."
-            ) from None
+            )
+        return recording
 
     @classmethod
     def from_json(cls, content: JsonObject) -> "Recording":
