@@ -25,7 +25,7 @@ from llmtrain.parallel.engine import Engine, check_denominator
 from llmtrain.record.history import as_numbers
 from llmtrain.seeds import seed_of
 from llmtrain.training.read_ahead import read_batches
-from llmtrain.training.run import LaunchedStep, Run
+from llmtrain.training.run import Run
 from llmtrain.training.run_state import write_model
 from llmtrain.training.step import train_step
 
@@ -60,10 +60,10 @@ class Loop:
         self.engine = engine
         self.throughput = Throughput(engine.accelerator, engine.unwrapped)
         self.callbacks: list[Callback] = []
-        self._having: dict[str, list[Callback]] = {}  # callbacks by a method of their own
         self._allowed_skips = run.settings.optim.skip_nonfinite
         self._prepared_optimizer = optimizer
         self._batches = batches
+        self._rows: torch.Tensor  # the numbers of this rank's rows in the last step
         self._stop: StopVote = False  # how any rank wanted to stop, at the last settled step
         self._finish_reason = ""  # why a callback of this rank wants to finish the run
 
@@ -152,46 +152,43 @@ class Loop:
     def _make_step(self, batch: LocalBatch) -> StepInfo:
         """Make one step, and call the callbacks before and after it."""
         run = self.run
-        engine = self.engine
+        phases = self.engine.phases
         optim = run.settings.optim
-
         start = time.monotonic()
-        engine.phases.begin("other")
+
+        phases.begin("other")
         for callback in self.in_turn("on_step_begin"):
             callback.on_step_begin(batch)
-        _seed_dropout(engine, seed=optim.seed, step=run.step)
+        _seed_dropout(self.engine, seed=optim.seed, step=run.step)
         run.rates.set(run.step)
 
-        # The step carries the vote to the other ranks.
         vote = self._vote()
         result = train_step(
-            engine,
+            self.engine,
             self._prepared_optimizer,
             batch.batches,
             max_grad_norm=optim.max_grad_norm,
-            stop_requested=vote,
+            stop_requested=vote,  # which the step carries to the other ranks
         )
-        self._settle()  # the step before
+        # The device computes this step while the host reads the numbers of the step before.
+        self.settle()
         run.status.step += 1
-        run.status.launched = LaunchedStep(run.step, batch.rows, result)
+        run.status.launched = result
+        self._rows = batch.rows
         info = self._agree_to_stop(vote)
-        self._reserve_step(time.monotonic() - start)
 
-        engine.phases.begin("other", run.step)
+        # Other ranks learn of a vote to stop one step later, and a GPU may still compute the step
+        # before. The first step of a start takes longer.
+        if phases.has_dropped_first_step:
+            run.deadline.reserve("step", time.monotonic() - start)
+
+        phases.begin("other", run.step)
         for callback in self.in_turn("on_step_end"):
             callback.on_step_end(batch, result, info)
-
-        actions = [
-            callback
-            for callback in self.callbacks
-            if isinstance(callback, LoopCallback) and callback.acts_after(info)
-        ]
-        if actions or result.is_read or self._is_needed_now(info):
-            self._settle()
+        if result.is_read or self._is_needed_now(info):
+            self.settle()
         else:
             result.free_batches()
-        for callback in actions:
-            callback.act(info)
         return info
 
     def _agree_to_stop(self, vote: StopVote) -> StepInfo:
@@ -223,24 +220,29 @@ class Loop:
             if not callback.takes_late_results
         )
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Count the numbers of the last step, and pass its result to all callbacks.
 
-        This happens before anything reads or stores the state of the run. All ranks call it at the
-        same places. Calling it again does nothing.
+        This happens before anything reads or stores the state of the run: callbacks that do so call
+        it first. All ranks call it at the same places. Calling it again does nothing.
 
         Raises:
             UserError: if the step was skipped, and no more steps may be.
         """
         status = self.run.status
-        launched = status.launched
-        if launched is None:
+        result = status.launched
+        if result is None:
             return
         self.engine.phases.begin("norm")
-        result = launched.result
         check_denominator(self.engine.objective, result.denominator)
-        if self._was_skipped(result.grad_norm):
-            self._count_skipped(launched)
+
+        # With fp16, a loss scale that is too large makes gradients overflow. Skipping such steps
+        # while the scale is lowered is normal. A scale below 1 is not too large, so the gradient is
+        # at fault.
+        scaler = self.engine.accelerator.scaler
+        is_scaling = scaler is not None and scaler.get_scale() >= 1
+        if not math.isfinite(result.grad_norm) and not is_scaling:
+            self._count_skipped(result.grad_norm)
         status.tokens += result.target_tokens
         status.launched = None
         # A vote holds until the run stops. One to save outweighs one to finish.
@@ -249,30 +251,18 @@ class Loop:
 
         self.engine.phases.begin("other")
         for callback in self.in_turn("on_step_result"):
-            callback.on_step_result(launched.step, result)
+            callback.on_step_result(self.step, result)
 
-    def _was_skipped(self, grad_norm: float) -> bool:
-        """Return whether a step counts as skipped.
-
-        With fp16, a loss scale that is too large makes gradients overflow. Skipping such steps
-        while the scale is lowered is normal. A scale below 1 is not too large, so the gradient is
-        at fault.
-        """
-        scaler = self.engine.accelerator.scaler
-        is_scaling = scaler is not None and scaler.get_scale() >= 1
-        return not math.isfinite(grad_norm) and not is_scaling
-
-    def _count_skipped(self, launched: LaunchedStep) -> None:
+    def _count_skipped(self, grad_norm: float) -> None:
         """Count a step that changed nothing; all ranks call this.
 
         Raises:
             UserError: on every rank, if ``--skip_nonfinite`` allows no more skipped steps.
         """
         status = self.run.status
-        rows = [row for row in self.engine.ranks.gather_rows(launched.rows).tolist() if row >= 0]
+        rows = [row for row in self.engine.ranks.gather_rows(self._rows).tolist() if row >= 0]
         event = (
-            f"step {launched.step} was skipped: its gradient norm is {launched.result.grad_norm}; "
-            f"its rows are {rows}"
+            f"step {self.step} was skipped: its gradient norm is {grad_norm}; its rows are {rows}"
         )
         if status.skipped >= self._allowed_skips:
             raise UserError(
@@ -292,7 +282,7 @@ class Loop:
         if self.engine.ranks.world_size > 1:
             return
         try:
-            self._settle()
+            self.settle()
         except UserError:
             raise
         except Exception:  # the first error is the one to show
@@ -321,15 +311,6 @@ class Loop:
             return "save"
         return "finish" if "finish" in votes else False
 
-    def _reserve_step(self, seconds: float) -> None:
-        """Reserve time for one more step after the step in which a rank votes to stop.
-
-        Other ranks learn of the vote one step later, and a GPU may still compute the step before.
-        """
-        is_late = self.engine.ranks.world_size > 1 or self.engine.device.type != "cpu"
-        if is_late and self.engine.phases.has_dropped_first_step:
-            self.run.deadline.reserve("step", seconds)
-
     # --- for the callbacks of the loop
 
     def in_turn(self, method: str) -> Iterator[Callback]:
@@ -337,12 +318,10 @@ class Loop:
 
         If it hangs, the heartbeat names it. Callbacks of the loop are known by their phases.
         """
-        if method not in self._having:
-            self._having[method] = [
-                callback for callback in self.callbacks if _has_own(callback, method)
-            ]
         phases = self.engine.phases
-        for callback in self._having[method]:
+        for callback in self.callbacks:
+            if not _has_own(callback, method):
+                continue
             is_own = isinstance(callback, LoopCallback)
             phases.enter_callback("" if is_own else f"{name_of(callback)}.{method}")
             yield callback
@@ -356,7 +335,7 @@ class Loop:
 
 
 class LoopCallback(Callback):
-    """A callback of the loop's own, which may act when a step is settled."""
+    """A callback of the loop's own. One that uses the model settles the step before."""
 
     takes_late_results = True
 
@@ -364,13 +343,6 @@ class LoopCallback(Callback):
         self.loop = loop
         self.run = loop.run
         self.engine = loop.engine
-
-    def acts_after(self, info: StepInfo) -> bool:
-        """Return whether :meth:`act` is called after a step, which is settled before."""
-        return False
-
-    def act(self, info: StepInfo) -> None:
-        """Use the model between two steps, such as to evaluate it."""
 
 
 def _has_own(callback: Callback, method: str) -> bool:

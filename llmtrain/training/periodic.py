@@ -8,7 +8,8 @@ from accelerate.data_loader import DataLoaderShard
 from llmtrain.console import say
 from llmtrain.data.prompts import Prompts
 from llmtrain.errors import as_user_error, first_line
-from llmtrain.interfaces.callback import StepInfo
+from llmtrain.interfaces.batches import LocalBatch
+from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.interfaces.part import name_of
 from llmtrain.launching.launch_request import has_launcher
 from llmtrain.models.generation import Sampling
@@ -34,19 +35,13 @@ class Evaluation(LoopCallback):
         if self.run.step == 0:
             self._evaluate()
 
-    def acts_after(self, info: StepInfo) -> bool:
-        """Return whether the model is evaluated after a step.
-
-        After the last step it always is. A run that is about to stop skips an evaluation, to stop
-        sooner, unless evaluations choose its best checkpoint. A resume does not make up for it.
-        """
-        if info.is_last:
-            return True
-        may_skip = info.should_stop and not self.run.patience.keeps_best
-        return info.is_due(self.run.settings.eval.eval_steps) and not may_skip
-
-    def act(self, info: StepInfo) -> None:
-        self._evaluate()
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        # A run that is about to stop skips an evaluation, to stop sooner, unless evaluations choose
+        # its best checkpoint. A resume does not make up for it. After the last step, it evaluates.
+        stops_soon = info.should_stop and not info.is_last and not self.run.patience.keeps_best
+        if info.is_due(self.run.settings.eval.eval_steps) and not stops_soon:
+            self.loop.settle()
+            self._evaluate()
 
     def _evaluate(self) -> None:
         run = self.run
@@ -88,12 +83,14 @@ class Samples(LoopCallback):
         with as_user_error("--sample_prompts", describe=first_line):
             self._prompts = [prompts.of_question(text) for text in self._texts]
 
-    def acts_after(self, info: StepInfo) -> bool:
-        """Return whether samples are made: not if the run was asked to stop, to stop sooner."""
-        may_skip = info.should_stop and not info.is_last
-        return info.is_due(self.run.settings.eval.eval_steps) and not may_skip
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        # A run that was asked to stop makes no samples, to stop sooner.
+        stops_soon = info.should_stop and not info.is_last
+        if info.is_due(self.run.settings.eval.eval_steps) and not stops_soon:
+            self.loop.settle()
+            self._sample()
 
-    def act(self, info: StepInfo) -> None:
+    def _sample(self) -> None:
         run = self.run
         start = time.monotonic()
         sampling = Sampling(max_new_tokens=SAMPLE_TOKENS, seed=run.settings.optim.seed)
@@ -119,29 +116,22 @@ class Checkpoints(LoopCallback):
     def __init__(self, loop: Loop, optimizer_state: OptimizerState) -> None:
         super().__init__(loop)
         self.optimizer_state = optimizer_state
-        self.has_replicas = self.run.ranks.sharding.replicas > 1
 
-    def acts_after(self, info: StepInfo) -> bool:
-        compares = self.has_replicas and info.is_due(_COMPARE_STEPS)
-        return compares or self._saves_after(info)
-
-    def _saves_after(self, info: StepInfo) -> bool:
-        """Return whether a checkpoint is made after a step.
-
-        That is the case when ``--save_steps`` is due, which the last step always is; after any step
-        if the run was asked to stop; and at each evaluation that may choose the best checkpoint.
-        """
-        settings = self.run.settings
-        may_become_best = self.run.patience.keeps_best and info.is_due(settings.eval.eval_steps)
-        return info.should_stop or info.is_due(settings.run.save_steps) or may_become_best
-
-    def act(self, info: StepInfo) -> None:
-        check_replicas(self.run.ranks, self.engine.model)
-        if not self._saves_after(info):
+    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
+        run = self.run
+        # An evaluation may choose the checkpoint of its step as the best one.
+        may_become_best = run.patience.keeps_best and info.is_due(run.settings.eval.eval_steps)
+        saves = info.should_stop or may_become_best or info.is_due(run.settings.run.save_steps)
+        compares = run.ranks.sharding.replicas > 1 and info.is_due(_COMPARE_STEPS)
+        if not saves and not compares:
             return
-        self.engine.phases.begin("a save")
-        with self.loop.throughput.paused():
-            save(self.run, self.engine, self.optimizer_state)
+
+        self.loop.settle()
+        check_replicas(run.ranks, self.engine.model)
+        if saves:
+            self.engine.phases.begin("a save")
+            with self.loop.throughput.paused():
+                save(run, self.engine, self.optimizer_state)
 
 
 class Finish(LoopCallback):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from accelerate import Accelerator
 
 from llmtrain.console import say
@@ -53,20 +52,6 @@ class RunSummary(NamedTuple):
     eval_loss: float | None
 
 
-class LaunchedStep(NamedTuple):
-    """The last step, whose numbers the host may not have read yet.
-
-    Attributes:
-        step: steps made, including this one.
-        rows: int64 [rows], the rows of this rank; see :class:`LocalBatch`.
-        result: the result of the step.
-    """
-
-    step: int
-    rows: torch.Tensor
-    result: StepResult
-
-
 @dataclass
 class RunStatus:
     """How far a run is, why it should stop, and how it has ended.
@@ -74,7 +59,8 @@ class RunStatus:
     Attributes:
         step: steps made so far. The device may still compute the last one.
         tokens: target tokens of the steps that are settled.
-        launched: the last step, until it is settled: see :class:`llmtrain.training.loop.Loop`.
+        launched: the result of the last step, until it is settled; see
+            :class:`llmtrain.training.loop.Loop`. The host may not have read its numbers yet.
         skipped: steps that were skipped because their gradient was not finite.
         compiled: whether the model's blocks are compiled; ``None`` until the warm-up chooses.
         eval_step: the step after which the last evaluation was made.
@@ -89,7 +75,7 @@ class RunStatus:
 
     step: int = 0
     tokens: int = 0
-    launched: LaunchedStep | None = None
+    launched: StepResult | None = None
     skipped: int = 0
     compiled: bool | None = None
     eval_step: int | None = None

@@ -84,7 +84,7 @@ def test_a_run_that_fails_closes_its_contexts_and_leaves_no_hooks_and_no_thread(
     train("first", model=model)
     assert hook_count(model) == before
 
-    monkeypatch.setattr(Loop, "_settle", crash)
+    monkeypatch.setattr(Loop, "settle", crash)
     recorder = RecordsContext()
     with pytest.raises(CrashError) as failure:
         train("second", model=model, callbacks=[recorder])
