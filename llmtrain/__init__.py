@@ -40,7 +40,6 @@ _NAMES = {
     ],
     "llmtrain.training.start": ["fit", "loaders", "place", "start"],
     "llmtrain.training.train": ["train"],
-    "llmtrain.training.weight_average": ["WeightAverage"],
 }
 
 _MODULES: dict[str, str] = {}

@@ -44,5 +44,4 @@ from llmtrain.training.start import loaders as loaders
 from llmtrain.training.start import place as place
 from llmtrain.training.start import start as start
 from llmtrain.training.train import train as train
-from llmtrain.training.weight_average import WeightAverage as WeightAverage
 from llmtrain.versions import __version__ as __version__

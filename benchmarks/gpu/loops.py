@@ -15,7 +15,8 @@ import llmtrain as lt
 from benchmarks.gpu.call import GPTSize
 from benchmarks.gpu.turns import Variant, bytes_of
 from llmtrain.interfaces.model import blocks_of
-from llmtrain.training.train import make_engine, make_loop
+from llmtrain.parallel.placement import engine_for
+from llmtrain.training.train import make_loop
 
 # --- a recipe's loop, with its real run folder, loader, engine, optimizer and callbacks
 
@@ -100,7 +101,7 @@ class RecipeLoop(Variant):
         model, optimizer, batches, _ = accelerator.prepare(
             bundle.model, optimizer, *lt.loaders(run)
         )
-        engine = make_engine(run, model)
+        engine = engine_for(run.ranks, model, run.parts.objective, settings.parallel)
         engine.phases.recording = self.phases.starts
         loop = make_loop(run, engine, optimizer, batches)
         self.flops_per_position = loop.throughput.flops_per_token

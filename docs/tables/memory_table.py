@@ -27,7 +27,7 @@ from llmtrain.lab.plan.speed import estimate_compute, step_time
 from llmtrain.parallel.ranks import Sharding
 from llmtrain.training.predicted_memory import Memory
 from llmtrain.training.recipe_model import build_recipe_model
-from llmtrain.training.recomputation import least_recomputation, recomputed_share
+from llmtrain.training.recomputation import least_recomputation
 from tests.launching import FINETUNE, ROOT, write_chats
 
 PAGE = ROOT / "docs" / "explanation" / "memory-table.md"
@@ -221,8 +221,7 @@ def _cell(memory: Memory, size: str) -> str:
     speed = _tokens_per_second(memory, CARDS[size], rows=rows, every=every)
     remarks = [f"{total / 2**30:.1f} GiB", f"{speed:,.0f}/s"]
     if every:
-        blocks = memory.activations(rows, False, every).blocks
-        remarks.append(f"{-(-blocks // every)} of {blocks} again")
+        remarks.append("recomputed")
     if rows < ROWS:
         remarks.append("1 row at a time")
     return ", ".join(remarks)
@@ -240,7 +239,7 @@ def _tokens_per_second(memory: Memory, card: str, *, rows: int, every: int) -> f
         ONE_PROCESS,
         rows=rows,
         accumulation=ROWS // rows,
-        recomputed_share=recomputed_share(memory.activations(rows, False, every).blocks, every),
+        recomputed_share=float(every),
     )
     return float(f"{ROWS * TOKENS / step.total:.3g}")
 

@@ -106,15 +106,11 @@ class LocalBatch:
 
     def _map(self, move: Callable[[Any], Any]) -> LocalBatch:
         """Return the batch with ``move`` applied to all columns and prepared values."""
-
-        def move_all(values: dict[str, Any]) -> dict[str, Any]:
-            return {name: move(value) for name, value in values.items()}
-
-        return replace(
-            self,
-            columns=move_all(self.columns),
-            prepared=tuple(move_all(batch) for batch in self.prepared),
-        )
+        prepared = []
+        for batch in self.prepared:
+            prepared.append({name: move(value) for name, value in batch.items()})
+        columns = {name: move(column) for name, column in self.columns.items()}
+        return replace(self, columns=columns, prepared=tuple(prepared))
 
 
 def count_targets(labels: torch.Tensor) -> torch.Tensor:

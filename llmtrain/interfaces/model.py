@@ -185,7 +185,7 @@ class RecomputesBlocks(Protocol):
     """A model whose blocks may compute their activations again in the backward pass."""
 
     def recompute_blocks(self, every: int) -> None:
-        """Let blocks 0, n, 2n, ... do so, if ``every`` is n; or none, if it is 0."""
+        """Let all blocks do so if ``every`` is 1, or none if it is 0."""
 
 
 def can_recompute(model: nn.Module) -> bool:
@@ -195,10 +195,10 @@ def can_recompute(model: nn.Module) -> bool:
 
 
 class Recomputation(NamedTuple):
-    """Which blocks of a model compute their activations again in the backward pass.
+    """Whether the blocks of a model compute their activations again in the backward pass.
 
     Attributes:
-        every: n: blocks 0, n, 2n, ... do; 0: no block does.
+        every: 1: all blocks do; 0: no block does.
         reason: why, for the start-up log; empty if the flags say so.
     """
 
@@ -220,8 +220,8 @@ class ModelBundle:
         objective: the loss that is minimised.
         columns: columns that the model takes besides ``input_ids`` and ``labels``.
         prepare_batch: computes, on the host, more inputs of the model from a micro-batch.
-        recomputation: which blocks compute their activations again. :func:`llmtrain.place` sets it;
-            ``None`` if it is left to the model.
+        recomputation: whether blocks compute their activations again. :func:`llmtrain.place` sets
+            it; ``None`` if it is left to the model.
     """
 
     model: nn.Module

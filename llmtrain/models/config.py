@@ -35,8 +35,8 @@ _MAX_WIDTH = 1_000_000
 _MAX_ROW_LENGTH = 100_000_000
 _RECOMPUTATION = (
     "save memory: compute activations again in the backward pass instead of keeping them; auto: "
-    "for as many blocks as the memory of a GPU makes necessary; never on a CPU, whose memory other "
-    "programs share, and never with --bitwise"
+    "if the memory of a GPU makes it necessary; never on a CPU, whose memory other programs share, "
+    "and never with --bitwise"
 )
 
 

@@ -95,11 +95,10 @@ class Engine:
         Raises:
             UserError: if the objective returns something else.
         """
-
-        def compute(model: Any, batch: Batch) -> LossSums:
-            return self.objective.loss(model, batch, extra or {})
-
-        sums = self.call_in_forward(compute, batch)
+        sums = self.call_in_forward(
+            lambda model, batch: self.objective.loss(model, batch, extra or {}),
+            batch,
+        )
         _check_sums(self.objective, sums)
         return sums
 
@@ -162,7 +161,9 @@ class Engine:
             The sum, and the work to wait for before it is read, if there is some.
         """
         total = counts.sum(0)
-        return total, self.ranks.start_sum(total)
+        if self.ranks.world_size == 1:
+            return total, None
+        return total, dist.all_reduce(total, async_op=True)
 
     @torch.no_grad()
     def sum_over_batches(

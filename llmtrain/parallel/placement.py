@@ -154,12 +154,5 @@ def engine_for(
     if config.bitwise:
         return BitwiseEngine(ranks, model, objective=objective)
 
-    if not ranks.is_sharded:
-        return ReplicatedEngine(
-            ranks,
-            model,
-            objective=objective,
-            sync_each_batch=config.sync_each_batch,
-        )
-
-    return ShardedEngine(ranks, model, objective=objective, sync_each_batch=config.sync_each_batch)
+    engine_class = ShardedEngine if ranks.is_sharded else ReplicatedEngine
+    return engine_class(ranks, model, objective=objective, sync_each_batch=config.sync_each_batch)

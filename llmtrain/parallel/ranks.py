@@ -102,11 +102,7 @@ class Team:
             UserError: on all ranks, if the action failed with an error that the user can fix.
             FailedElsewhereError: on all other ranks, if it failed with any other error.
         """
-
-        def run_if_main() -> list[T]:
-            return [action()] if self.is_main else []
-
-        [result] = self.on_all(run_if_main)[0]
+        [result] = self.on_all(lambda: [action()] if self.is_main else [])[0]
         return result
 
 
@@ -178,17 +174,6 @@ class Ranks(Team):
         """Return the sum over all ranks; all ranks call this."""
         total: Tensor = self.accelerator.reduce(tensor, reduction="sum")
         return total
-
-    def start_sum(self, tensor: Tensor) -> dist.Work | None:
-        """Begin to sum a tensor over all ranks, in place; all ranks call this.
-
-        Returns:
-            The work to wait for before the tensor is read; ``None`` if there is nothing to do.
-        """
-        if self.world_size == 1:
-            return None
-        work: dist.Work = dist.all_reduce(tensor, async_op=True)
-        return work
 
     def gather_rows(self, tensor: Tensor) -> Tensor:
         """Gather values of rows from all ranks; all ranks call this.

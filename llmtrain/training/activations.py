@@ -101,37 +101,6 @@ class ActivationBytes(NamedTuple):
         return self.peak
 
 
-def with_some_recomputed(
-    kept: ActivationBytes, recomputed: ActivationBytes, every: int
-) -> ActivationBytes:
-    """Return the bytes if blocks 0, n, 2n, ... compute their activations again.
-
-    The last block decides what is needed besides the bytes that all blocks keep: if it is computed
-    again, all of its activations come back while the other blocks still have theirs. When an
-    earlier block is computed again, a kept block after it has freed as much. The first block is
-    always computed again.
-
-    Args:
-        kept: the bytes if no block does so.
-        recomputed: the bytes if all do.
-        every: n, at least 1.
-    """
-    blocks = kept.blocks
-    recomputed_blocks = -(-blocks // every)
-    kept_blocks = blocks - recomputed_blocks
-    in_blocks = kept_blocks * kept.per_block + recomputed_blocks * recomputed.per_block
-
-    like_last = recomputed if (blocks - 1) % every == 0 else kept
-    activations = like_last.peak.activations - blocks * like_last.per_block + in_blocks
-    return ActivationBytes(
-        before_blocks=kept.before_blocks,
-        per_block=in_blocks / blocks,
-        peak=PeakBytes(activations=activations, logits=like_last.peak.logits),
-        end_of_backward=recomputed.end_of_backward,
-        blocks=blocks,
-    )
-
-
 def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch) -> ActivationBytes:
     """Count what a micro-batch keeps in a model, on the meta device or not.
 

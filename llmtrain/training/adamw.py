@@ -23,7 +23,6 @@ import torch
 from torch.nn import functional as F
 
 from llmtrain.parallel.shards import local_shard, zeros_by_row
-from llmtrain.training.device_skip import found_inf_of
 
 # The most numbers that a step computes at a time, by the type of the device.
 CHUNK_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -212,7 +211,7 @@ class CompactAdamW(torch.optim.Optimizer):
     decided by the full shape, so the state does not depend on how parameters are sharded.
 
     Like torch's fused AdamW, it can skip a step on the device; see
-    :mod:`llmtrain.training.device_skip`.
+    :func:`llmtrain.training.optim.can_skip_on_device`.
 
     Args:
         params: the parameters, or groups of them.
@@ -273,8 +272,9 @@ class CompactAdamW(torch.optim.Optimizer):
 
     def _update(self, p: torch.nn.Parameter, group: dict[str, Any]) -> None:
         """Update one parameter, some of its rows at a time."""
-        found_inf = found_inf_of(self)
-        grad_scale = getattr(self, "grad_scale", None)  # of a gradient scaler
+        # A step that may be skipped on the device, and a gradient scaler, set these attributes.
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         skip = None if found_inf is None else found_inf.to(p.device) > 0
 
         tensors = {**self.state[p], "weights": p, "gradient": p.grad}

@@ -95,8 +95,8 @@ class MemoryAdvice(LoopCallback):
         else:
             advice = f"one row is too much. {self._shorter_rows()}, or make the model smaller."
         bundle = self.run.bundle
-        recomputes_all = bundle.recomputation is not None and bundle.recomputation.every == 1
-        if can_recompute(bundle.model) and not recomputes_all:
+        recomputes = bundle.recomputation is not None and bundle.recomputation.every == 1
+        if can_recompute(bundle.model) and not recomputes:
             advice += " --gradient_checkpointing saves memory for activations."
         if self.engine.ranks.is_sharded and not self.engine.sync_each_batch:
             advice += " With several micro-batches, --sync_each_batch saves memory for gradients."

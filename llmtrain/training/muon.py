@@ -18,7 +18,6 @@ from torch import nn
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import full_tensor, local_shard, shard_like
 from llmtrain.training.adamw import assign, needs_compensation, update_weights
-from llmtrain.training.device_skip import found_inf_of
 
 # The coefficients of Jordan et al.: steepest at zero, and near one for values that have grown.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -34,7 +33,7 @@ class Muon(torch.optim.Optimizer):
     Its updates are as large as AdamW's (Liu et al. 2025, arXiv:2502.16982), so AdamW's learning
     rates and weight decays fit. The momentum of a sharded matrix is gathered, made orthogonal on
     every rank, and sharded again. Like torch's fused AdamW, it can skip a step on the device; see
-    :mod:`llmtrain.training.device_skip`.
+    :func:`llmtrain.training.optim.can_skip_on_device`.
 
     Args:
         matrices: the parameters, each of two dimensions, or groups of them.
@@ -75,7 +74,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all matrices that have a gradient."""
-        found_inf = found_inf_of(self)
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
 
         # Updates whose results the ranks are sending.
         pending: list[Callable[[], None]] = []

@@ -1,5 +1,6 @@
 """The optimizers that ``--optim`` names. A new one is a row of :data:`OPTIMIZERS`."""
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -18,7 +19,6 @@ from llmtrain.training.adamw import (
     EightBitAdamW,
     needs_compensation,
 )
-from llmtrain.training.device_skip import can_skip_on_device, found_inf_of, skipped_on_device
 from llmtrain.training.muon import Muon
 from llmtrain.training.settings import OptimConfig
 
@@ -279,5 +279,56 @@ class MuonWithAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for optimizer in self.optimizers:
-            with skipped_on_device(optimizer, found_inf_of(self)):
+            with skipped_on_device(optimizer, getattr(self, "found_inf", None)):
                 optimizer.step()
+
+
+# --- steps that change nothing if their gradient is not finite, which the device decides
+#
+# If the host decided, it would have to wait for the norm, and the device would then wait for the
+# host. The fused optimizers of torch can decide on the device: torch.amp.GradScaler sets `found_inf`
+# on them. The optimizers of this package take it, too.
+
+# Other fused optimizers are not safe: SGD leaves its momentum uninitialised if it skips its first
+# step.
+_SKIPPING_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer takes ``found_inf``.
+
+    A class of this package has the attribute ``skips_on_device``. A subclass needs its own, because
+    its step may do more than the step that it inherits. For the same reason, an optimizer with
+    hooks does not qualify: they would run although the step is skipped.
+    """
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
+    kind = type(optimizer)
+    if kind in _SKIPPING_OPTIMIZERS:
+        return all(group["fused"] for group in optimizer.param_groups)
+    return "skips_on_device" in vars(kind) and bool(getattr(optimizer, "skips_on_device", False))
+
+
+@contextlib.contextmanager
+def skipped_on_device(
+    optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None
+) -> Iterator[None]:
+    """Let the steps in the block change nothing if ``found_inf`` is 1.
+
+    This sets the attributes that ``torch.amp.GradScaler.step`` sets, and removes them as it does.
+
+    Args:
+        optimizer: an optimizer that takes ``found_inf``.
+        found_inf: float32 scalar; ``None`` if every step is made.
+    """
+    if found_inf is None:
+        yield
+        return
+
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+        del optimizer.grad_scale  # type: ignore[attr-defined]

@@ -20,12 +20,7 @@ from llmtrain.errors import UserError, first_line
 from llmtrain.interfaces.part import name_of
 from llmtrain.parallel.fsdp import units_of
 from llmtrain.parallel.ranks import Sharding
-from llmtrain.training.activations import (
-    ActivationBytes,
-    MicroBatch,
-    count_activations,
-    with_some_recomputed,
-)
+from llmtrain.training.activations import ActivationBytes, MicroBatch, count_activations
 from llmtrain.training.adamw import CHUNK_BYTES, CHUNK_NUMEL
 from llmtrain.training.muon import Muon, batches_of
 from llmtrain.training.optim import OPTIMIZERS, OptimizerKind, hidden_matrices
@@ -174,7 +169,7 @@ class Memory:
 
     @property
     def decides_recomputation(self) -> bool:
-        """Whether a run chooses how many blocks compute their activations again.
+        """Whether a run chooses if its blocks compute their activations again.
 
         It does so on a GPU, for ``--gradient_checkpointing auto``.
         """
@@ -244,8 +239,8 @@ class Memory:
         Args:
             rows: rows of the micro-batch.
             gathers_weights: whether FSDP2 gathers weights, some of them in bfloat16.
-            every: n: blocks 0, n, 2n, ... compute their activations again; 0: no block does;
-                ``None``: those that the model was built to recompute.
+            every: 1: all blocks compute their activations again; 0: no block does; ``None``: as the
+                model was built.
 
         Raises:
             UserError: if the activations depend on the values of tensors.
@@ -264,19 +259,8 @@ class Memory:
             bf16=self.bf16,
             weights_in_bf16=frozenset(in_bf16),
             on_gpu=self.on_gpu,
+            recomputes=None if every is None else every == 1,
         )
-        if every is None:
-            return self._count(batch)
-        if every <= 1:
-            return self._count(batch._replace(recomputes=every == 1))
-        return with_some_recomputed(
-            kept=self._count(batch._replace(recomputes=False)),
-            recomputed=self._count(batch._replace(recomputes=True)),
-            every=every,
-        )
-
-    def _count(self, batch: MicroBatch) -> ActivationBytes:
-        """Count the activations of a micro-batch once."""
         if batch in self.counted:
             return self.counted[batch]
         try:
@@ -309,7 +293,7 @@ class Memory:
             sharding: how processes share the model.
             rows: rows per micro-batch.
             accumulation: micro-batches per step.
-            every: which blocks compute their activations again, as in :meth:`activations`.
+            every: whether blocks compute their activations again, as in :meth:`activations`.
         """
         activations = self.activations(rows, sharding.is_sharded, every)
         trained = [p for p in self.parameters if p.is_trained]

@@ -1,4 +1,4 @@
-"""Which blocks compute their activations again, so that a run fits into memory.
+"""Whether blocks compute their activations again, so that a run fits into memory.
 
 ``--gradient_checkpointing auto`` decides it when a run starts. A resumed run keeps the choice.
 """
@@ -26,7 +26,7 @@ from llmtrain.training.settings import Settings
 def choose_recomputation(
     ranks: Ranks, bundle: ModelBundle, settings: Settings, layout: Layout, rows: Tokenized
 ) -> None:
-    """Let as few blocks compute their activations again as the memory of the GPUs makes necessary.
+    """Let all blocks compute their activations again if the memory of the GPUs makes it necessary.
 
     All ranks call this, and decide the same. On a CPU, nothing is decided.
 
@@ -90,9 +90,7 @@ def least_recomputation(
     accumulation: int,
     device_bytes: float,
 ) -> Recomputation:
-    """Return the fewest blocks to recompute so that a run fits.
-
-    If it does not fit in any case, all blocks are computed again.
+    """Return whether blocks have to be recomputed so that a run fits.
 
     Args:
         memory: the memory that the model needs.
@@ -119,27 +117,15 @@ def least_recomputation(
             f"{memory.recipe.class_name} cannot compute activations again",
         )
 
-    blocks = memory.activations(rows, sharding.is_sharded, every=0).blocks
-    # For each number of blocks, the smallest `every` that recomputes no more of them: a larger one
-    # may recompute the last block, too, for which more memory is needed.
-    choices = sorted({-(-blocks // count) for count in range(1, blocks + 1)}, reverse=True)
-    fitting = (every for every in choices if needed_bytes(every) <= device_bytes)
-    every = next(fitting, 1)
-    needed = needed_bytes(every)
-    which = "all blocks" if every == 1 else f"{-(-blocks // every)} of {blocks} blocks"
+    needed = needed_bytes(every=1)
     reason = f"the run needs {size_text(needed)} of {limit}, and {size_text(without)} without"
     if needed > device_bytes:
         reason = f"{reason}, so it may run out of memory"
-    return Recomputation(every, f"{which}: {reason}")
-
-
-def recomputed_share(blocks: int, every: int) -> float:
-    """Return the share of all blocks that is computed again, if one of ``every`` blocks is."""
-    return -(-blocks // every) / blocks if every else 0.0
+    return Recomputation(1, f"all blocks: {reason}")
 
 
 def keep_recomputation(settings: Settings, bundle: ModelBundle, recorded: int | None) -> None:
-    """Let a run that is resumed recompute the same blocks as before.
+    """Let a run that is resumed recompute its blocks, or not, as before.
 
     Args:
         settings: the settings of the run.
@@ -153,12 +139,11 @@ def keep_recomputation(settings: Settings, bundle: ModelBundle, recorded: int | 
     if not isinstance(bundle.model, RecomputesBlocks):
         return
 
-    blocks = {0: "no block", 1: "all blocks"}.get(recorded, f"one of {recorded} blocks")
+    blocks = "all blocks" if recorded else "no block"
     reason = (
         f"{blocks}, as before the run was resumed; this start alone would choose {chosen.reason}"
     )
-    is_less = chosen.every > 0 and (recorded == 0 or recorded > chosen.every)
-    if is_less:
+    if recorded == 0:
         reason = f"{reason}; if memory runs out, add --gradient_checkpointing"
     bundle.model.recompute_blocks(recorded)
     bundle.recomputation = Recomputation(recorded, reason)

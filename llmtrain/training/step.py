@@ -7,12 +7,10 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
 from llmtrain.device_numbers import DeviceScalars
-from llmtrain.errors import UserError, first_line, is_out_of_memory
-from llmtrain.files import shipped_config
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.callback import StepResult, StopVote
 from llmtrain.parallel.engine import Engine
-from llmtrain.training.device_skip import can_skip_on_device, skipped_on_device
+from llmtrain.training.optim import can_skip_on_device, skipped_on_device
 
 
 def train_step(
@@ -59,7 +57,7 @@ def train_step(
     if skips_on_device(engine, optimizer):
         engine.phases.begin("optimizer")
         with skipped_on_device(optimizer.optimizer, found_inf=is_skipped.to(torch.float32)):
-            _step_optimizer(optimizer.optimizer, is_sharded=engine.ranks.is_sharded)
+            optimizer.optimizer.step()
         optimizer.optimizer.zero_grad()
         return result
 
@@ -68,7 +66,7 @@ def train_step(
     engine.phases.begin("optimizer")
     # The loss scaler of fp16 skips the step itself and lowers its scale.
     if is_finite or engine.accelerator.scaler is not None:
-        _step_optimizer(optimizer, is_sharded=engine.ranks.is_sharded)
+        optimizer.step()
     optimizer.zero_grad()
     return result
 
@@ -84,25 +82,3 @@ def skips_on_device(engine: Engine, optimizer: AcceleratedOptimizer) -> bool:
     if engine.device.type == "mps":
         return False
     return can_skip_on_device(optimizer.optimizer)
-
-
-def _step_optimizer(
-    optimizer: torch.optim.Optimizer | AcceleratedOptimizer, is_sharded: bool
-) -> None:
-    """Let the optimizer make a step.
-
-    Raises:
-        UserError: if it fails and the weights are sharded, which many optimizers do not support.
-    """
-    try:
-        optimizer.step()
-    except Exception as error:
-        if not is_sharded or isinstance(error, UserError) or is_out_of_memory(error):
-            raise
-        unwrapped = getattr(optimizer, "optimizer", optimizer)
-        name = type(unwrapped).__name__
-        raise UserError(
-            f"the optimizer {name} fails on sharded weights ({type(error).__name__}: "
-            f"{first_line(error).rstrip('.')}); use {shipped_config('multi_gpu')}, which does not "
-            "shard, or another optimizer."
-        ) from error

@@ -40,7 +40,7 @@ def train(
         UserError: if the model or the settings do not allow training.
     """
     check_steps(run)
-    engine = make_engine(run, model)
+    engine = engine_for(run.ranks, model, run.parts.objective, run.settings.parallel)
     check_model(run, engine.unwrapped)
     if run.settings.run.dry_run:
         say(
@@ -52,21 +52,6 @@ def train(
 
     for _ in make_loop(run, engine, optimizer, batches, eval_batches).steps():
         pass
-
-
-def make_engine(run: Run, model: nn.Module) -> Engine:
-    """Return how this process computes the steps of a run.
-
-    Raises:
-        UserError: if the loop does not support the wrapping of the model.
-    """
-    check_wrapping(model)
-    return engine_for(
-        run.ranks,
-        model,
-        objective=run.parts.objective,
-        config=run.settings.parallel,
-    )
 
 
 def make_loop(
@@ -87,16 +72,6 @@ def make_loop(
     own_callbacks = loop_callbacks(loop, optimizer_state, eval_batches)
     loop.callbacks = [*run.parts.callbacks, *own_callbacks]
     return loop
-
-
-def check_wrapping(model: nn.Module) -> None:
-    """Raise :class:`UserError` if a model is wrapped in a way that the loop does not support."""
-    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
-        raise UserError(
-            "the model is wrapped in nn.DataParallel, which this loop does not support. Do not "
-            "wrap it (accelerator.prepare wraps it in DDP), and start one process per GPU with "
-            "accelerate launch."
-        )
 
 
 def check_steps(run: Run) -> None:

@@ -1,5 +1,6 @@
 """Train a GPT with a user's own loss, optimizer, weight average, metric and two flags."""
 
+import contextlib
 from dataclasses import dataclass, field
 
 import torch
@@ -87,7 +88,58 @@ def two_rates(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     )
 
 
-def main(argv=None, average: type[lt.WeightAverage] = lt.WeightAverage) -> object:
+class WeightAverage(lt.Callback):
+    """Averages the weights over the steps, and evaluates the average beside the weights."""
+
+    def __init__(self, decay):
+        self.decay = decay
+
+    def setup(self, training):
+        self._training = training
+        self._weights = [p for p in training.model.parameters() if p.requires_grad]
+        self._average = [torch.zeros_like(p.detach(), dtype=torch.float32) for p in self._weights]
+
+    @torch.no_grad()
+    def on_step_end(self, batch, result, info):
+        share = max(1 / info.step, 1 - self.decay)  # at first, it is the mean of all steps
+        for average, weights in zip(self._average, self._weights, strict=True):
+            average.mul_(1 - share).add_(weights, alpha=share)
+
+    @contextlib.contextmanager
+    def averaged(self):
+        """Give the model the average until the block ends."""
+        kept = [weights.detach().clone() for weights in self._weights]
+        try:
+            self._replace_weights(self._average)
+            yield
+        finally:
+            self._replace_weights(kept)
+
+    @torch.no_grad()
+    def _replace_weights(self, tensors):
+        for weights, tensor in zip(self._weights, tensors, strict=True):
+            weights.copy_(tensor)
+
+    def on_evaluate(self, evaluate):
+        if self._training.step == 0:
+            return {}
+        with self.averaged():
+            return {f"average/{name}": value for name, value in evaluate().items()}
+
+    def on_train_end(self):
+        if self._training.is_last:
+            with self.averaged():
+                self._training.write_model(self._training.folder / "model-average")
+
+    def state_dict(self):
+        return {"average": self._average}
+
+    def load_state_dict(self, state):
+        for average, stored in zip(self._average, state["average"], strict=True):
+            average.copy_(stored)
+
+
+def main(argv=None, average: type[WeightAverage] = WeightAverage) -> object:
     settings = lt.parse(DEFAULTS, argv, __doc__)
     rows = gpt.tokenized(settings)
     return lt.fit(
@@ -96,7 +148,7 @@ def main(argv=None, average: type[lt.WeightAverage] = lt.WeightAverage) -> objec
         gpt.build,
         objective=ZLoss(settings.own.z_loss),
         optimizer=lambda model: two_rates(model, settings),
-        callbacks=[average(decay=0.9, folder="model-average")],
+        callbacks=[average(decay=0.9)],
         metrics=[accuracy],
     )
 

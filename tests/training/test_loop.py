@@ -255,10 +255,10 @@ def test_the_advice_on_memory_names_a_flag_of_the_recipe(
 
 def test_the_advice_on_memory_names_recomputation_unless_all_blocks_are_recomputed() -> None:
     model = lt.GPT(lt.GPTConfig(n_layer=1, n_head=1, n_embd=8), 8)
-    every_second_block = ModelBundle(model, recomputation=Recomputation(2))
+    no_block = ModelBundle(model, recomputation=Recomputation(0))
     every_block = ModelBundle(model, recomputation=Recomputation(1))
 
-    assert "--gradient_checkpointing" in advice_on_memory(gpt.DEFAULTS, every_second_block)
+    assert "--gradient_checkpointing" in advice_on_memory(gpt.DEFAULTS, no_block)
     assert "--gradient_checkpointing" not in advice_on_memory(gpt.DEFAULTS, every_block)
 
 
@@ -326,8 +326,7 @@ class Votes(lt.Callback):
 @pytest.fixture
 def finished(train_gpt: TrainGpt) -> Run:
     """A run that a callback has finished after step 6 of 12."""
-    average = lt.WeightAverage(decay=0.9, folder="model-average")
-    return train_gpt(callbacks=[Votes("finish"), average])
+    return train_gpt(callbacks=[Votes("finish")])
 
 
 def status_of(folder: Path) -> tuple[str, int, str]:
@@ -339,8 +338,7 @@ def test_a_run_that_a_callback_finishes_is_evaluated_and_has_a_model(finished: R
     assert status_of(finished.folder) == ("finished", 6, "Votes has finished the run")
     assert [*series(finished.folder, "eval/loss")] == [0, 4, 6]
     assert (finished.folder / "checkpoints" / "step-00000006").is_dir()
-    for name in ("model", "model-average"):
-        assert (finished.folder / name / "model.safetensors").exists()
+    assert (finished.folder / "model" / "model.safetensors").exists()
 
 
 def test_a_run_that_is_finished_makes_no_more_steps_unless_it_gets_more_or_other_callbacks(
@@ -348,12 +346,11 @@ def test_a_run_that_is_finished_makes_no_more_steps_unless_it_gets_more_or_other
 ) -> None:
     """Also if it was killed before it had written its model."""
     folder = finished.folder
-    average = lt.WeightAverage(decay=0.9, folder="model-average")
-    callbacks = [Votes("finish"), average]
+    callbacks = [Votes("finish")]
 
     again = train_gpt(callbacks=callbacks, resume=str(folder))
     longer = train_gpt(callbacks=callbacks, resume=str(folder), optim={"max_steps": 14})
-    changed = train_gpt(callbacks=[Votes(False), average], resume=str(folder))
+    changed = train_gpt(callbacks=[Votes(False)], resume=str(folder))
     shutil.rmtree(folder / "model")
     (folder / "status.json").unlink()
     killed = train_gpt(callbacks=callbacks)

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch, count_targets
 from llmtrain.interfaces.callback import StepInfo
 from llmtrain.interfaces.objective import Objective
@@ -20,7 +19,6 @@ from llmtrain.parallel.engine import Engine, unwrap
 from llmtrain.training.optim import make_optimizer
 from llmtrain.training.settings import OptimConfig
 from llmtrain.training.step import train_step
-from llmtrain.training.train import check_wrapping
 from tests.engines import ScaledRows, engine_of, split
 
 VOCABULARY = 40
@@ -180,14 +178,6 @@ def test_a_batch_without_any_target_changes_nothing_but_decay(
     empty = {"input_ids": torch.zeros(2, 13, dtype=torch.long), "labels": torch.full((2, 13), -100)}
     assert train_step(engine, optimizer, [empty], max_grad_norm=1.0).target_tokens == 0
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("wrap", [lambda m: m, nn.Sequential])
-def test_a_model_in_data_parallel_is_refused(wrap, accelerator: Accelerator) -> None:
-    """Also within DDP, which `prepare` would put around it."""
-    model = wrap(nn.DataParallel(nn.Linear(2, 2)))
-    with pytest.raises(UserError, match=r"wrapped in nn\.DataParallel"):
-        check_wrapping(model)
 
 
 def test_periodic_actions_are_due_at_their_multiples_and_at_the_end_but_never_with_0() -> None:

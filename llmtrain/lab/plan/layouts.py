@@ -10,7 +10,7 @@ from llmtrain.lab.plan.speed import Cluster, Compute, Step, estimate_compute, st
 from llmtrain.parallel.ranks import Sharding
 from llmtrain.training.predicted_memory import Bytes, Memory
 from llmtrain.training.recipe_model import build_recipe_model
-from llmtrain.training.recomputation import least_recomputation, recomputed_share
+from llmtrain.training.recomputation import least_recomputation
 
 
 class PlannedLayout(NamedTuple):
@@ -168,7 +168,6 @@ def plan_layout(
     if compute is None:
         return layout
 
-    blocks = memory.activations(rows, sharding.is_sharded, every).blocks
     step = step_time(
         memory,
         compute,
@@ -176,7 +175,7 @@ def plan_layout(
         sharding,
         rows=rows,
         accumulation=accumulation,
-        recomputed_share=recomputed_share(blocks, layout.recompute_every),
+        recomputed_share=float(layout.recompute_every),
     )
     return layout._replace(step=step)
 
