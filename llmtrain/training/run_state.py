@@ -20,7 +20,7 @@ from llmtrain.interfaces.model import ModelFormat
 from llmtrain.interfaces.part import Part
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.shards import fill, filled_like, local_shard, meta_like
+from llmtrain.parallel.shards import fill, filled_like, local_shard
 from llmtrain.record import checkpoint, saver
 from llmtrain.record.state_tree import FlatState, flatten, unflatten
 from llmtrain.record.tensor_files import read_tensors_on_main
@@ -222,13 +222,12 @@ def write_model(run: Run, engine: Engine, target: Path) -> None:
     """Write the model with its present weights as a folder that Hugging Face loads.
 
     Raises:
-        UserError: on every rank, if a weight is not finite, or too large for the folder's dtype.
+        UserError: on every rank, if a weight is not finite.
     """
     wait_for_saves(run)  # a save in the background uses the same process group
     model = engine.unwrapped
     files = run.bundle.files.finished(run.settings.run.save_dtype)
     check_finite(model, run.ranks)
-    check_range(model, files, run.ranks)
 
     def write() -> None:
         if not run.ranks.is_sharded:
@@ -266,54 +265,18 @@ def check_finite(model: nn.Module, ranks: Ranks) -> None:
     Raises:
         UserError: on every rank, if a parameter is not.
     """
-    flags = {
-        name: (~torch.isfinite(local_shard(parameter))).any()
-        for name, parameter in model.named_parameters()
-    }
-    name = _first_name(flags, ranks)
-    if name is not None:
-        raise UserError(
-            f"{name} has values that are not finite, so nothing was saved; lower --learning_rate."
-        )
-
-
-def check_range(model: nn.Module, files: ModelFormat, ranks: Ranks) -> None:
-    """Check that float16 can hold the weights that the finished model has in it, on every rank.
-
-    Args:
-        model: the model, whose weights are finite.
-        files: the format of the finished model's folder.
-        ranks: the ranks of the run.
-
-    Raises:
-        UserError: on every rank, if a weight is too large.
-    """
-    flags: dict[str, torch.Tensor] = {}
-
-    def collect() -> None:
-        convert = files.tensor_converter(model)
-        for name, tensor in files.tensors(model).items():
-            written = convert(name, meta_like(tensor)).values()
-            if any(part.dtype == torch.float16 for part in written):
-                flags[name] = torch.isinf(local_shard(tensor).half()).any()
-
-    ranks.on_all(collect)  # an error of a rank that cannot read the base
-    too_large = _first_name(flags, ranks)
-    if too_large is not None:
-        raise UserError(
-            f"{too_large} has values above {torch.finfo(torch.float16).max:g}, the largest of "
-            "float16, so the model was not written; the same command with --save_dtype bfloat16 "
-            "writes it from the last checkpoint."
-        )
-
-
-def _first_name(flags: dict[str, torch.Tensor], ranks: Ranks) -> str | None:
-    """Return the first name whose flag is set on any rank: each has only seen its own shards."""
+    names = []
+    flags = []
+    for name, parameter in model.named_parameters():
+        names.append(name)
+        flags.append((~torch.isfinite(local_shard(parameter))).any().to(ranks.device))
     if not flags:
-        return None
-    own_flags = torch.stack([flag.to(ranks.device) for flag in flags.values()])
-    counts = ranks.accelerator.reduce(own_flags.int(), reduction="sum")
-    for name, count in zip(flags, counts.tolist(), strict=True):
+        return
+    # Each rank has only seen its own shards.
+    counts = ranks.accelerator.reduce(torch.stack(flags).int(), reduction="sum")
+    for name, count in zip(names, counts.tolist(), strict=True):
         if count > 0:
-            return name
-    return None
+            raise UserError(
+                f"{name} has values that are not finite, so nothing was saved; lower "
+                "--learning_rate."
+            )

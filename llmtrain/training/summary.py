@@ -3,11 +3,9 @@
 import os
 import shutil
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from llmtrain.console import note, printable, say
 from llmtrain.data.tokenized import Tokenized
@@ -26,8 +24,6 @@ from llmtrain.training.evaluate import sample
 # The most tokens of a text by the model, during a run and after it.
 SAMPLE_TOKENS = 64
 _RULE = "-" * 40
-_PATIENCE_SECONDS = 600  # of an upload without progress
-_LEAST_PROGRESS = 2**20  # bytes that an upload reads in this time
 
 
 def eval_prompt(rows: Tokenized) -> list[int] | None:
@@ -147,8 +143,8 @@ def _command() -> str:
 def publish(folder: Path, repository: str | None) -> None:
     """Upload a finished model's folder to the hub, and say what others would lack of its base.
 
-    The account is the one of ``hf auth login`` or of ``HF_TOKEN``. If the upload fails or makes no
-    progress, a note says so, and the program continues: the model is still on the disk.
+    The account is the one of ``hf auth login`` or of ``HF_TOKEN``. If the upload fails, a note says
+    so, and the program continues: the model is still on the disk.
 
     Args:
         folder: the model's folder.
@@ -162,33 +158,17 @@ def publish(folder: Path, repository: str | None) -> None:
         return
     from huggingface_hub import HfApi
 
-    def note_failure(reason: str) -> None:
-        remedy = f"to try again: hf upload {repository} {folder}"
-        note(f"uploading to {repository} failed: {reason}; {remedy}")
-
-    def upload() -> None:
-        try:
-            hub = HfApi()
-            hub.create_repo(repository, private=True, exist_ok=True)
-            hub.upload_folder(
-                repo_id=repository,
-                folder_path=folder,
-                commit_message="A model trained with llmtrain",
-            )
-            say("uploaded", f"{folder} to {repository}")
-        except Exception as error:  # the hub has many types, for the login, network and name
-            note_failure(hub_error(error))
-
-    thread = threading.Thread(target=upload, name="llmtrain-upload", daemon=True)
-    thread.start()
-    # The hub's library has no time limit. It reads files as fast as it sends them, and after a run
-    # nothing else reads. Only Linux counts what a process reads.
-    bytes_read = 0
-    while thread.is_alive() and sys.platform == "linux":
-        bytes_before = bytes_read
-        bytes_read = psutil.Process().io_counters().read_chars
-        if bytes_read - bytes_before < _LEAST_PROGRESS:
-            note_failure(f"no progress for {_PATIENCE_SECONDS} s")
-            return
-        thread.join(_PATIENCE_SECONDS)
-    thread.join()
+    try:
+        hub = HfApi()
+        hub.create_repo(repository, private=True, exist_ok=True)
+        hub.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="A model trained with llmtrain",
+        )
+        say("uploaded", f"{folder} to {repository}")
+    except Exception as error:  # the hub has many types, for the login, network and name
+        note(
+            f"uploading to {repository} failed: {hub_error(error)}; to try again: "
+            f"hf upload {repository} {folder}"
+        )
