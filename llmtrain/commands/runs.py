@@ -151,7 +151,6 @@ def _listed(history: History) -> JsonObject:
         "max_steps": history.settings.get("max_steps"),
         **losses,
         "age": round(_age(history), 1),
-        "lost": history.lost_steps(),
     }
 
 
@@ -167,9 +166,6 @@ def _print_table(runs: list[JsonObject]) -> None:
             losses += f"{_format_loss(run[key]):>10}"
         age = duration_text(run["age"])
         print(printable(f"{run['run']:<{width}}{run['state']:<12}{step:>15}{losses}{age:>10}"))
-    for run in runs:
-        for loss in run["lost"]:
-            say("lost", f"{run['run']}: {loss}")
 
 
 # --- check

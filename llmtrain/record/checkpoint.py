@@ -49,26 +49,8 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-class AllDamagedError(UserError):
-    """A run has saved checkpoints, and none of them is intact.
-
-    Attributes:
-        checkpoints: the names of the damaged checkpoints, the newest first.
-    """
-
-    def __init__(self, folder: Path, checkpoints: list[str]) -> None:
-        super().__init__(
-            f"no checkpoint in {folder} is intact; use --resume_from_checkpoint never to start a "
-            "new run."
-        )
-        self.checkpoints = checkpoints
-
-
 def newest_valid(
-    folder: Path,
-    set_aside: bool = False,
-    fingerprint: str | None = None,
-    earlier_damage: Collection[str] = (),
+    folder: Path, set_aside: bool = False, fingerprint: str | None = None
 ) -> Path | None:
     """Return the newest intact checkpoint, or ``None`` if the run has never saved one.
 
@@ -76,13 +58,11 @@ def newest_valid(
         folder: the run's ``checkpoints`` folder.
         set_aside: rename damaged checkpoints, so that no later start reads them again.
         fingerprint: sha256 of the run's fingerprint. A checkpoint of another run counts as damaged.
-        earlier_damage: names of damaged checkpoints for which the run has started again.
 
     Raises:
-        AllDamagedError: if there are checkpoints, and none is intact: starting from the beginning
-            would hide the loss.
-        UserError: if the newest is in another format, or if its disk fails: an older one would
-            silently repeat its steps.
+        UserError: if there are checkpoints, and none is intact: starting from the beginning would
+            hide the loss. Also if the newest is in another format, or if its disk fails: an older
+            one would silently repeat its steps.
     """
     for path in reversed(checkpoints(folder)):
         fault = find_fault(path, fingerprint)
@@ -94,11 +74,12 @@ def newest_valid(
             names = candidate_folders(str(path.with_name(f"damaged-{path.name}")))
             path.rename(next(name for name in names if not name.exists()))
 
-    damaged = {name for name in names_in(folder) or [] if name.startswith("damaged-")}
-    damaged |= {path.name for path in checkpoints(folder)}
-    new_damage = sorted(damaged - {*earlier_damage}, reverse=True)
-    if new_damage:
-        raise AllDamagedError(folder, new_damage)
+    for name in names_in(folder) or []:
+        if name.startswith("damaged-") or _NAME.fullmatch(name):
+            raise UserError(
+                f"no checkpoint in {folder} is intact; use --resume_from_checkpoint never to start "
+                "a new run."
+            )
     return None
 
 

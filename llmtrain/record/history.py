@@ -108,10 +108,6 @@ class History(NamedTuple):
         """
         return self.record.get("extends") or {}
 
-    def lost_steps(self) -> list[str]:
-        """Return a sentence for each time that the run began again without an intact checkpoint."""
-        return [str(event.get("text")) for event in self.events if event.get("kind") == "lost"]
-
     def series(self, key: str) -> dict[int, float]:
         """Return a metric by step."""
         return {
@@ -176,7 +172,7 @@ class History(NamedTuple):
             line += "; no process holds its lock: it was killed"
             if self._is_elsewhere:
                 line += f", or it runs on {self.status.get('host')}"
-        return "; ".join([line, *self.lost_steps()])
+        return line
 
     @property
     def _is_elsewhere(self) -> bool:

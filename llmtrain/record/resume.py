@@ -44,7 +44,6 @@ class ResumePoint(NamedTuple):
     reason: str = ""  # the reason for this start, for the start-up log
     earlier_record: JsonObject | None = None  # run.json of the unfinished run; None for a new run
     extends: JsonObject | None = None  # what run.json says about the run that this one extends
-    damaged_checkpoints: tuple[str, ...] = ()  # the run starts again, because none is intact
     recompute_every: int | None = None  # as the run that made the checkpoint has recorded it
 
     @property
@@ -89,9 +88,8 @@ def choose_folder(
 
     Raises:
         UserError: if the checkpoint that ``resume`` names cannot be used, if no checkpoint of the
-            run is intact, or if another version of llmtrain has written it. A restart by Slurm or a
-            launcher begins such a run again, once. Also if the disk fails for several seconds,
-            which is no damage: nothing is renamed then.
+            run is intact, or if another version of llmtrain has written it. Also if the disk fails
+            for several seconds, which is no damage: nothing is renamed then.
     """
     request = _Request(
         resume=resume,
@@ -223,9 +221,10 @@ def _resume_point(
         UserError: if the run has checkpoints, and none is intact.
     """
     own = None
-    damaged: tuple[str, ...] = ()
     if earlier_record:
-        own, damaged = _own_checkpoint(folder, earlier_record, request)
+        own = checkpoint.newest_valid(
+            folder / "checkpoints", set_aside=True, fingerprint=request.fingerprint_sha256
+        )
     path = own or request.named
     state = {}
     extends = earlier_record.get("extends")
@@ -244,8 +243,6 @@ def _resume_point(
 
     if own is not None:
         reason = f"resumes from step {state['step']}"
-    elif damaged:
-        reason = "restarted, without an intact checkpoint; starts again"
     elif earlier_record:
         reason = "unfinished, without a checkpoint yet; starts again"
     elif request.named is not None:
@@ -263,7 +260,6 @@ def _resume_point(
         reason=reason,
         earlier_record=earlier_record or None,
         extends=extends,
-        damaged_checkpoints=damaged,
         recompute_every=next((n for n in reversed(recomputations) if n is not None), None),
     )
 
@@ -278,37 +274,6 @@ def _state_to_take_over(path: Path, request: _Request, is_own: bool) -> JsonObje
         # With more steps, or another callback, the run goes on.
         state["finish_reason"] = ""
     return state
-
-
-def _own_checkpoint(
-    folder: Path, earlier_record: JsonObject, request: _Request
-) -> tuple[Path | None, tuple[str, ...]]:
-    """Return the newest intact checkpoint of an unfinished run, which may have none yet.
-
-    After a restart by Slurm or the launcher, nobody reads an error. So a run without an intact
-    checkpoint begins again. If that happens a second time, the disk is at fault, and the run ends.
-
-    Returns:
-        The checkpoint, and the names of damaged ones if the run begins again because of them.
-
-    Raises:
-        UserError: if the run has checkpoints, and none is intact.
-    """
-    earlier_damage: list[str] = []
-    for start in earlier_record["starts"]:
-        earlier_damage += start.get("lost_checkpoints", [])
-    try:
-        newest = checkpoint.newest_valid(
-            folder / "checkpoints",
-            set_aside=True,
-            fingerprint=request.fingerprint_sha256,
-            earlier_damage=earlier_damage,
-        )
-    except checkpoint.AllDamagedError as error:
-        if not request.is_restart or earlier_damage:
-            raise
-        return None, tuple(error.checkpoints)
-    return newest, ()
 
 
 def _reason_why_taken(wanted: Path, request: _Request) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -232,7 +231,6 @@ def _begin(run: Run, settings: dict[str, JsonObject], description: JsonObject) -
     start = {
         "step": resume_point.step,
         "from": None if resume_point.checkpoint is None else str(resume_point.checkpoint),
-        "lost_checkpoints": resume_point.damaged_checkpoints,
         "versions": description["versions"],
         "code_sha256": description["code"],
         "processes": run.ranks.world_size,
@@ -277,14 +275,6 @@ def _recorded(run: Run, settings: dict[str, JsonObject], description: JsonObject
         run.metrics_log.start(run.settings.run.trackers, _tracked(run, record))
         if run.metrics_log.addresses:
             run.writer.write("run.json", record | {"trackers": run.metrics_log.addresses})
-        damaged = run.resume_point.damaged_checkpoints
-        if damaged:
-            last_step = int(re.findall(r"step-(\d+)", damaged[0])[0])
-            run.record_event(
-                "lost",
-                f"steps {run.step + 1:,} to {last_step:,} were lost and are made again, because no "
-                f"checkpoint was intact ({', '.join(damaged)})",
-            )
         yield
 
         if not run.is_finished:  # which is recorded since the model was written

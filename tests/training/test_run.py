@@ -16,7 +16,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from llmtrain.cli import main
 from llmtrain.data.config import DataConfig
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
@@ -276,48 +275,18 @@ def damage_checkpoints(folder: Path) -> None:
         path.write_bytes(b"")
 
 
-@pytest.fixture
-def damaged_run(train, tmp_path: Path) -> Path:
-    """An unfinished run of 20 steps, none of whose checkpoints is intact."""
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_a_run_without_an_intact_checkpoint_does_not_start_over(
+    restarts: str, train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     train(steps=[10, 20], crash=True)
     damage_checkpoints(tmp_path / "run")
-    return tmp_path / "run"
-
-
-def test_a_run_that_slurm_restarts_without_an_intact_checkpoint_starts_over(
-    damaged_run: Path, train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    with pytest.raises(UserError, match=WITHOUT_CHECKPOINT):  # a user starts it, and is asked
-        train()
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert train(crash=True) == "run from step 0"
-    assert train(steps=[10], crash=True) == "run from step 0", "nothing more is lost"
-    monkeypatch.delenv("SLURM_RESTART_COUNT")
-    assert train(steps=[20], crash=True) == "run from step 10"
-
-    lost = ["damaged-step-00000020", "damaged-step-00000010"]
-    assert all((damaged_run / "checkpoints" / name).is_dir() for name in lost)
-    starts = record_of(damaged_run)["starts"]
-    assert [start["lost_checkpoints"] for start in starts] == [[], lost, [], []]
-
-    capsys.readouterr()
-    for command in (["runs", str(damaged_run.parent)], ["runs", "check", str(damaged_run)]):
-        with contextlib.suppress(SystemExit):
-            main(command)
-        assert "steps 1 to 20 were lost" in capsys.readouterr().out
-
-
-def test_a_run_that_loses_all_checkpoints_twice_is_not_restarted(
-    damaged_run: Path, train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    train(steps=[10, 20], crash=True)
-    damage_checkpoints(damaged_run)
 
     for _attempt in range(2):
         with pytest.raises(UserError, match=WITHOUT_CHECKPOINT):
             train()
-    assert (damaged_run / "checkpoints" / "damaged-step-00000020-2").is_dir()
+    assert (tmp_path / "run/checkpoints/damaged-step-00000020").is_dir()
 
 
 # --- runs that extend others
