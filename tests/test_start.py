@@ -153,9 +153,10 @@ def test_processes_share_the_cores_of_a_machine_unless_a_flag_says_otherwise(
     # As torchrun sets them, if the user sets nothing.
     set_variables(monkeypatch, LOCAL_WORLD_SIZE=4, OMP_NUM_THREADS=1)
 
+    parallel = ParallelConfig(threads=requested, bitwise=bitwise)
     before = torch.get_num_threads()
     try:
-        assert start._set_threads(requested, bitwise) == threads
+        assert start._set_up_process(parallel, cpu=True) == threads
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

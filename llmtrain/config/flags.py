@@ -213,18 +213,6 @@ def flags_of(config: Config | type[Config]) -> dict[str, dataclasses.Field[Any]]
     return {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
 
 
-def affected_by(config: Config, name: str) -> Affects:
-    """Return what a flag affects; see :func:`flag`.
-
-    Raises:
-        UserError: if the recipe says something else.
-    """
-    affects: Affects = flags_of(config)[name].metadata["affects"] or config.affects
-    if affects not in get_args(Affects):
-        raise UserError(f"--{name} affects '{affects}'; write data, numbers or nothing.")
-    return affects
-
-
 def value_of(settings: Any, name: str, default: Any) -> Any:
     """Return the value of a flag, or ``default`` if the recipe has no such flag."""
     for config in configs_of(settings).values():
@@ -237,14 +225,20 @@ def resolved(settings: Any) -> dict[str, dict[str, Any]]:
     """Return the value and the origin of every setting, and what it affects, for ``run.json``.
 
     The origin is ``recipe`` if nobody set the flag.
+
+    Raises:
+        UserError: if the recipe says that a flag affects something else than :func:`flag` lists.
     """
     entries: dict[str, dict[str, Any]] = {}
     for config in configs_of(settings).values():
-        for name in flags_of(config):
+        for name, field in flags_of(config).items():
+            affects = field.metadata["affects"] or config.affects
+            if affects not in get_args(Affects):
+                raise UserError(f"--{name} affects '{affects}'; write data, numbers or nothing.")
             entries[name] = {
                 "value": getattr(config, name),
                 "from": config.origins.get(name, "recipe"),
-                "affects": affected_by(config, name),
+                "affects": affects,
             }
     return entries
 
@@ -255,12 +249,13 @@ def settings_fingerprint(settings: Any) -> JsonObject:
     The flags of this package are left out: the fingerprint of a run has the data, the model, the
     objective and the optimizer that they lead to. So are flags that affect nothing.
     """
+    entries = resolved(settings)
     values = {}
     for config in configs_of(settings).values():
         classes = [cls for cls in type(config).__mro__ if cls.__module__.startswith("llmtrain.")]
         for name in flags_of(config):
-            changes_run = affected_by(config, name) != "nothing"
+            changes_run = entries[name]["affects"] != "nothing"
             is_own = not any(name in inspect.get_annotations(cls) for cls in classes)
             if changes_run and is_own:
-                values[name] = redacted(getattr(config, name), name)
+                values[name] = redacted(entries[name]["value"], name)
     return values

@@ -48,18 +48,12 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
         parallel = ParallelConfig(threads=torch.get_num_threads())
     bitwise = parallel.bitwise
     check_launch()
-    world = _world_size()
     cpu = use_cpu()
     # The heartbeat has another minute to report which process is missing.
     timeout = timedelta(seconds=parallel.ddp_timeout + 60)
+    threads = _set_up_process(parallel, cpu)
 
-    _set_arithmetic(on_gpu=not cpu, bitwise=bitwise)
-    threads = _set_threads(parallel.threads, bitwise)
-    has_malloc_options = any(name.startswith("MALLOC_") for name in os.environ)
-    if cpu and not has_malloc_options:
-        _keep_freed_memory()
-
-    sharding = requested_sharding(world)
+    sharding = requested_sharding(_world_size())
     precision, remark = _choose_precision(
         parallel.mixed_precision, cpu, is_sharded=sharding is not None
     )
@@ -78,7 +72,13 @@ def start_accelerator(parallel: ParallelConfig | None = None) -> TrainingAcceler
     )
     # Accelerate reads this attribute when it wraps a model. Its constructor does not take it.
     accelerator.ddp_handler = DDPHandler(parallel.ddp_bucket_cap_mb)
-    _check_group(accelerator)
+    group = (accelerator.process_index, accelerator.num_processes)
+    if group != (rank(), _world_size()):
+        raise UserError(
+            f"this process is rank {group[0]} of {group[1]}, but the environment says RANK "
+            f"{rank()} and WORLD_SIZE {_world_size()}; for one process, unset both; for several, "
+            "use: accelerate launch --multi_gpu --num_processes N, or torchrun."
+        )
     say("device", _device_line(accelerator, threads, remark, bitwise))
     return accelerator
 
@@ -116,17 +116,6 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _check_group(accelerator: TrainingAccelerator) -> None:
-    """Raise :class:`UserError` unless the process group is the one that the launcher started."""
-    group = (accelerator.process_index, accelerator.num_processes)
-    if group != (rank(), _world_size()):
-        raise UserError(
-            f"this process is rank {group[0]} of {group[1]}, but the environment says RANK "
-            f"{rank()} and WORLD_SIZE {_world_size()}; for one process, unset both; for several, "
-            "use: accelerate launch --multi_gpu --num_processes N, or torchrun."
-        )
-
-
 def _device_line(accelerator: Accelerator, threads: int, remark: str, bitwise: bool) -> str:
     """Return the line of the start-up log with the devices and the precision.
 
@@ -151,23 +140,6 @@ def _device_line(accelerator: Accelerator, threads: int, remark: str, bitwise: b
         f"{pluralize(world, 'process')} on {device}, {pluralize(threads, 'thread')} each, "
         f"{precision}{remark}"
     )
-
-
-def _set_arithmetic(on_gpu: bool, bitwise: bool) -> None:
-    """Set the precision of float32 products and the determinism of operations for this run.
-
-    All of it is always set, because an earlier run of this process may have set them differently.
-    """
-    uses_tf32 = on_gpu and not bitwise
-    torch.set_float32_matmul_precision("high" if uses_tf32 else "highest")
-
-    is_deterministic = on_gpu and bitwise  # operations on a CPU are deterministic anyway
-    # The call imports a compiler, which takes a second or more.
-    if torch.are_deterministic_algorithms_enabled() != is_deterministic:
-        torch.use_deterministic_algorithms(is_deterministic)
-    if is_deterministic:
-        # Without a fixed workspace, cuBLAS may choose a different algorithm each time.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def use_cpu() -> bool:
@@ -201,40 +173,48 @@ def cpu_has_bfloat16() -> bool:
     return is_supported is not None and bool(is_supported())
 
 
-def _set_threads(requested: int | None, bitwise: bool) -> int:
-    """Set the number of threads of this process, and return it.
-
-    Without ``--threads``, the processes of this machine share its cores, or each has one thread if
-    the run is ``bitwise``, because sums over more threads round differently. The launcher's
-    OMP_NUM_THREADS does not count: it is 1 if the user has set none.
-
-    Args:
-        requested: the value of ``--threads``.
-        bitwise: whether the run has ``--bitwise``.
-    """
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    shared = 1 if bitwise else max(1, cpu_cores() // processes)
-    threads = requested or shared
-    torch.set_num_threads(threads)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # without it, accelerate sets another number
-    return threads
-
-
 # Options of mallopt, from malloc.h of the GNU C library.
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 
 
-def _keep_freed_memory() -> None:
-    """Let the GNU C library keep the memory that a step frees, for the next step.
+def _set_up_process(parallel: ParallelConfig, cpu: bool) -> int:
+    """Set the arithmetic, the threads and the memory of this process; return its threads.
 
-    Clearing new pages takes up to a fifth of a step.
+    All of it is always set, because an earlier run of this process may have set it differently.
+
+    Args:
+        parallel: the flags of the run.
+        cpu: whether the run uses the CPU.
     """
+    bitwise = parallel.bitwise
+    uses_tf32 = not cpu and not bitwise
+    torch.set_float32_matmul_precision("high" if uses_tf32 else "highest")
+    is_deterministic = not cpu and bitwise  # on a CPU, operations are anyway
+    # The call imports a compiler, which takes a second or more.
+    if torch.are_deterministic_algorithms_enabled() != is_deterministic:
+        torch.use_deterministic_algorithms(is_deterministic)
+    if is_deterministic:
+        # Without a fixed workspace, cuBLAS may choose a different algorithm each time.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+    # Without --threads, the processes of this machine share its cores, or each has one thread if
+    # the run is bitwise, because sums over more threads round differently. The launcher's
+    # OMP_NUM_THREADS does not count: it is 1 if the user has set none.
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    shared = 1 if bitwise else max(1, cpu_cores() // processes)
+    threads = parallel.threads or shared
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # without it, accelerate sets another number
+
+    # On a CPU, the GNU C library keeps the memory that a step frees, for the next step. Clearing
+    # new pages would take up to a fifth of a step.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    mallopt(_MMAP_THRESHOLD, 1 << 30)  # blocks of up to 1 GiB come from the heap
-    mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)  # the heap never shrinks
+    has_malloc_options = any(name.startswith("MALLOC_") for name in os.environ)
+    if cpu and mallopt is not None and not has_malloc_options:
+        mallopt(_MMAP_THRESHOLD, 1 << 30)  # blocks of up to 1 GiB come from the heap
+        mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)  # the heap never shrinks
+    return threads
 
 
 def _choose_precision(requested: str, cpu: bool, is_sharded: bool) -> tuple[str, str]:

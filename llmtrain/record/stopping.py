@@ -85,7 +85,7 @@ class Patience:
         metric: the metric that should improve, such as ``eval/loss``. Lower is better if its name
             contains loss, perplexity or bits. Otherwise higher is better.
         keeps_best: whether the checkpoint of the best evaluation is kept, and the finished model
-            gets its weights. Always true with early stopping.
+            gets its weights. True with early stopping.
         best: the best value so far, negated if higher is better.
         best_step: the step of the best value; 0 if there is none yet.
         worse: the number of evaluations since then.
@@ -99,9 +99,6 @@ class Patience:
     best_step: int = 0
     worse: int = 0
     initial: float = math.inf
-
-    def __post_init__(self) -> None:
-        self.keeps_best = self.keeps_best or self.allowed > 0
 
     @property
     def is_over(self) -> bool:

@@ -170,7 +170,19 @@ def _file_chunks(plan: FilePlan, rank: int) -> Iterator[bytes | memoryview]:
     The next chunk may overwrite them.
     """
     if rank in plan.ranks:
-        yield _encoded_header(plan.tensors_of(rank))
+        content: JsonObject = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name, tensor in plan.tensors_of(rank).items():
+            end = offset + tensor.nbytes
+            content[name] = {
+                "dtype": _DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        header = json_text(content, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)  # the tensors begin at a multiple of 8 bytes
+        yield len(header).to_bytes(8, "little") + header
 
     buffer = None
     for name, full in plan.full_tensors():
@@ -185,23 +197,6 @@ def _file_chunks(plan: FilePlan, rank: int) -> Iterator[bytes | memoryview]:
                 buffer = torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
             for piece in torch.split(data, _STAGE_BYTES):
                 yield buffer[: len(piece)].copy_(piece).numpy().data
-
-
-def _encoded_header(tensors: dict[str, torch.Tensor]) -> bytes:
-    content: JsonObject = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.nbytes
-        content[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-
-    text = json_text(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes
-    return len(text).to_bytes(8, "little") + text
 
 
 def read_headers(folder: Path) -> dict[str, torch.Tensor]:

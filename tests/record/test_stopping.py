@@ -102,7 +102,7 @@ def test_the_time_limit_counts_from_the_start_of_the_process(clock: Clock) -> No
 def test_a_run_ends_after_two_evaluations_without_an_improvement(
     losses: list[float], stop_step: int, reason: str
 ) -> None:
-    patience = Patience(allowed=2, metric="eval/loss")
+    patience = Patience(allowed=2, metric="eval/loss", keeps_best=True)
 
     for step, loss in enumerate(losses):
         patience.record(step, {"eval/loss": loss})
