@@ -5,7 +5,6 @@ The recording is ``xray/recording.json`` in the run folder. ``llmtrain xray RUN`
 
 import itertools
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +24,6 @@ from llmtrain.phases import Mark, Phases, PhaseStart
 
 # The phase in which the loop gets ready for its first step. Its passes are part of no step.
 WARM_UP_PHASE = "the warm-up"
-
-_CLOCK_ROUNDS = 9  # collectives after which the machines' clocks are compared
 
 
 class _MarkedTransfer(NamedTuple):
@@ -248,25 +245,13 @@ class XRay:
 def _clock_offset(ranks: Ranks) -> float:
     """Return the seconds by which this process's clock is ahead of rank 0's.
 
-    Processes on one machine share a clock. Otherwise each reads its clock after a collective, when
-    all are there. The result is the median over several collectives.
+    Processes on one machine share a clock. Otherwise each reads its clock when all have met.
     """
     hosts = ranks.on_all(platform.node)
-    if len(set(hosts)) == 1:
-        return 0.0
-
-    times = []
-    for _ in range(_CLOCK_ROUNDS):
-        float(ranks.accelerator.reduce(torch.ones((), device=ranks.device)))
-        times.append(time.perf_counter())
-    first_rank_times = ranks.on_all(lambda: times)[0]
-
-    differences = [
-        local_time - first_rank_time
-        for local_time, first_rank_time in zip(times, first_rank_times, strict=True)
-    ]
+    now = time.perf_counter()
+    first_rank_now = ranks.on_main(lambda: now)
     is_on_first_machine = platform.node() == hosts[0]
-    return 0.0 if is_on_first_machine else statistics.median(differences)
+    return 0.0 if is_on_first_machine else now - first_rank_now
 
 
 def _bytes_sent(ranks: Ranks) -> int:

@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -143,14 +143,19 @@ class History(NamedTuple):
         """
         times = [seconds_of(time) for time in start_times(self.record)]
         known_times = [time for time in times if time is not None]
-        if not known_times:
-            return [None] * len(self.entries)
-
-        clock = TrainingClock(known_times)
         hours: list[float | None] = []
+        seconds = 0.0
+        last_time = -math.inf
         for entry in self.entries:
             now = entry.get("time")
-            hours.append(clock.hours_at(now) if isinstance(now, int | float) else None)
+            if not known_times or not isinstance(now, int | float):
+                hours.append(None)
+                continue
+            # Count from the last log entry, or from the newest start if that was later.
+            begin = max([time for time in known_times if time <= now], default=now)
+            seconds += max(0.0, now - max(begin, last_time))
+            last_time = now
+            hours.append(seconds / 3600)
         return hours
 
     def summary(self) -> str:
@@ -178,39 +183,6 @@ class History(NamedTuple):
     def _is_elsewhere(self) -> bool:
         """Whether the run was last started on another machine, whose locks may be invisible."""
         return self.status.get("host") not in (None, platform.node())
-
-
-class TrainingClock:
-    """Counts the hours of training until each log entry of a run, one after the other.
-
-    Pauses between two starts do not count. Neither do steps that were lost in a crash.
-
-    Args:
-        start_times: the times of all starts, in seconds since 1970.
-    """
-
-    def __init__(self, start_times: Sequence[float]) -> None:
-        self._start_times = sorted(start_times)
-        self._last_time: float | None = None
-        self._seconds = 0.0
-
-    def hours_at(self, now: float) -> float:
-        """Return the hours until the next log entry.
-
-        Args:
-            now: the time of the entry, in seconds since 1970.
-        """
-        # Count from the last log entry, or from the newest start if that was later.
-        begins = [start for start in self._start_times if start <= now]
-        if self._last_time is not None:
-            begins.append(self._last_time)
-        elif self._start_times:
-            begins.append(self._start_times[0])
-        begin = max(begins, default=now)
-
-        self._seconds += max(0.0, now - begin)
-        self._last_time = now
-        return self._seconds / 3600
 
 
 def is_run(folder: Path) -> bool:

@@ -4,7 +4,6 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from llmtrain.parallel.ranks import Ranks, ranks_of
 from llmtrain.planning import current_plan
 from llmtrain.record.folder import RunFolder
 from llmtrain.record.resume import ResumePoint, choose_folder
-from llmtrain.record.run_record import check_ranks_agree, run_description, run_record, start_times
+from llmtrain.record.run_record import check_ranks_agree, run_description, run_record
 from llmtrain.record.saver import Saver
 from llmtrain.record.stopping import Deadline, Patience, stop_signals
 from llmtrain.record.trackers.tracker import TrackedRun
@@ -327,5 +326,4 @@ def _tracked(run: Run, record: JsonObject) -> TrackedRun:
         run_id=run.resume_point.run_id,
         project=os.environ.get("WANDB_PROJECT", "llmtrain"),
         config=redacted(settings | facts),
-        start_times=[datetime.fromisoformat(time).timestamp() for time in start_times(record)],
     )

@@ -62,7 +62,7 @@ def start(accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for tracker in trackers:
             monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, tracker.name, tracker)
         metrics = MetricsLog(ranks_of(accelerator), tmp_path, **arguments)
-        run = TrackedRun(tmp_path, "run", "abcd1234", start_times=(1000.0, 9000.0))
+        run = TrackedRun(tmp_path, "run", "abcd1234")
         metrics.start([tracker.name for tracker in trackers], run)
         return metrics
 
@@ -96,7 +96,7 @@ def test_a_step_is_sent_once_with_the_largest_value_of_all_ranks(start) -> None:
 
     [entry] = tracker.entries
     assert math.isnan(entry.pop("train/loss"))
-    constants = {"step": 1, "time": 1000.0, "hours": 0.0}
+    constants = {"step": 1, "time": 1000.0}
     assert entry == constants | {"memory/cuda": 79.0, "memory/host": 4.0, "eval/loss": 2.0}
 
     resumed = start(tracker)
@@ -104,18 +104,6 @@ def test_a_step_is_sent_once_with_the_largest_value_of_all_ranks(start) -> None:
     resumed.close(exit_code=0)
 
     assert tracker.steps == [1, 2]
-
-
-def test_hours_count_only_the_time_in_which_a_start_was_running(start) -> None:
-    """There were starts at 1000 s and at 9000 s. Nothing ran from 2800 s to 9000 s."""
-    tracker = FakeTracker("tracker")
-    metrics = start(tracker)
-
-    for step, time in enumerate((1000.0, 2800.0, 10800.0)):
-        metrics.write({"step": step, "time": time})
-    metrics.close(exit_code=0)
-
-    assert [entry["hours"] for entry in tracker.entries] == [0.0, 0.5, 1.0]
 
 
 # --- trackers that fail or stall

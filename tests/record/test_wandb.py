@@ -97,7 +97,7 @@ def test_wandb_gets_config_group_tags_and_the_best_eval_metrics(
     assert summary["eval/accuracy"] == 0.75
 
     defined_metrics = {record.metric.name for record in records if record.HasField("metric")}
-    assert {"tokens", "hours", "epoch"} <= defined_metrics
+    assert {"tokens", "epoch"} <= defined_metrics
 
 
 def test_samples_are_sent_before_the_run_ends(accelerator: Accelerator, tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_samples_are_sent_before_the_run_ends(accelerator: Accelerator, tmp_path
 
 
 def own_columns(row: dict[str, Any]) -> dict[str, Any]:
-    """Drop what W&B and the hours of training add to a row."""
-    return {name: row[name] for name in row if not name.startswith("_") and name != "hours"}
+    """Drop what W&B adds to a row."""
+    return {name: row[name] for name in row if not name.startswith("_")}
 
 
 def merged_by_step(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -16,7 +16,7 @@ from accelerate.utils import LoggerType
 from llmtrain.console import note
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import JsonObject, read_object, write_json
-from llmtrain.record.history import TrainingClock, as_numbers
+from llmtrain.record.history import as_numbers
 from llmtrain.redaction import redacted
 
 
@@ -49,8 +49,6 @@ class TrackedRun:
         run_id: identifies the run, in all its starts.
         project: the project that the run belongs to.
         config: all settings, and facts such as the number of parameters, without secrets.
-        start_times: the times of all starts of this run and of those that it extends, in seconds
-            since 1970.
     """
 
     folder: Path
@@ -58,7 +56,6 @@ class TrackedRun:
     run_id: str
     project: str = "llmtrain"
     config: JsonObject = field(default_factory=dict)
-    start_times: Sequence[float] = ()
 
 
 class Tracker:
@@ -163,12 +160,10 @@ class Tracker:
 
         A step may have several log entries: of its training, and of the evaluation after it.
         """
-        clock = TrainingClock(self.run.start_times)
         for step, entries in itertools.groupby(self._entries(), lambda entry: entry["step"]):
             numbers: dict[str, float] = {}
             for entry in entries:
                 numbers |= as_numbers(entry)
-                numbers["hours"] = clock.hours_at(entry["time"])
             self.send(step, numbers)
 
     def _entries(self) -> Iterator[JsonObject]:
