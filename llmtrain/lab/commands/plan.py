@@ -6,7 +6,6 @@ for the weights."""
 
 import argparse
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llmtrain.console import duration_text, labelled, pluralize, rate_text, size_text
@@ -82,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.fit is not None:
         fit = find_fit(request, arguments.fit)
         if arguments.json:
-            print(json_text(fit_as_json(fit), indent=1))
+            print(json_text(_fit_as_json(fit), indent=1))
         else:
             _print_fit(fit, arguments.fit)
         return
@@ -146,7 +145,7 @@ def _bytes_per_parameter(plan: "Plan") -> dict[str, float]:
 # --- flags with which a run fits
 
 
-def fit_as_json(fit: "Fit") -> JsonObject:
+def _fit_as_json(fit: "Fit") -> JsonObject:
     """Return the flags with which a run fits as a JSON object."""
     from llmtrain.lab.plan.fit import changed_flags
 
@@ -175,26 +174,21 @@ def _print_fit(fit: "Fit", size: str) -> None:
         print(labelled("would fit", answers))
     print(labelled("command", fit.command))
     if fit.machines > 1:
-        print(
-            labelled(
-                "machines",
-                f"start it on each of {fit.machines}, with its own --machine_rank from 0 on; "
-                "ADDRESS is that of the first",
-            )
+        text = (
+            f"start it on each of {fit.machines}, with its own --machine_rank from 0 on; ADDRESS "
+            "is that of the first"
         )
+        print(labelled("machines", text))
     for name, value in changed_flags(layout).items():
         print(labelled("changed", f"{f'--{name} {value}':<36} {PROMISES[name]}"))
 
-    if fit.too_large is not None:
-        changed = changed_flags(fit.too_large).items()
+    cheaper = fit.too_large
+    if cheaper is not None:
+        changed = changed_flags(cheaper).items()
         flags = " ".join(f"--{name} {value}".strip() for name, value in changed)
-        print(
-            labelled(
-                "cheaper",
-                f"{fit.too_large.name} with {flags or 'no further flags'}: "
-                f"{size_text(fit.too_large.bytes.total)}{_step_text(fit.too_large)}, too large",
-            )
-        )
+        needed = f"{size_text(cheaper.bytes.total)}{_step_text(cheaper)}, too large"
+        text = f"{cheaper.name} with {flags or 'no further flags'}: {needed}"
+        print(labelled("cheaper", text))
 
 
 def _step_text(layout: "PlannedLayout") -> str:
@@ -246,53 +240,38 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
 
 
 def _print_tables(plan: "Plan") -> None:
-    # The last field is the total. It shares a column with the largest micro-batch.
-    *kinds, total = plan.layouts[0].bytes._fields
-    heads = [*kinds, f"{total:>13}{'largest':>10}"]
-    _print_table(plan, "memory per process", heads, _size_cells)
+    sizes = {}
+    for layout in plan.layouts:
+        largest = pluralize(layout.largest, "row") if layout.largest > 0 else "too much"
+        sizes[layout.name] = [*map(size_text, layout.bytes), largest]
+    _print_table("memory per process", [*plan.layouts[0].bytes._fields, "largest"], sizes)
 
-    if plan.compute is None:
+    times = {}
+    for layout in plan.layouts:
+        if layout.step is None:
+            continue
+        times[layout.name] = [
+            f"{layout.accumulation} x {layout.rows}",
+            duration_text(layout.step.compute),
+            duration_text(layout.step.communication),
+            duration_text(layout.step.exposed),
+            duration_text(layout.step.total),
+            f"{layout.tokens_per_second:,.0f}",
+            duration_text(3600 * layout.hours),
+        ]
+    if not times:
         print(
             "\nThe speed of this model is unknown, because the FLOPs of a mixture of experts, or "
             "of a model without flops_per_token(), are not counted."
         )
         return
-
     heads = ["rows", "computing", "sending", "not hidden", "step", "tokens/s", "run"]
-    _print_table(plan, "time per step", heads, _time_cells)
+    _print_table("time per step", heads, times)
 
 
-def _print_table(
-    plan: "Plan", title: str, heads: list[str], cells: Callable[["PlannedLayout"], list[str]]
-) -> None:
-    """Print a table with a line for each layout.
-
-    Args:
-        plan: the plan.
-        title: stands above the names of the layouts.
-        heads: titles of the other columns.
-        cells: returns the cells of a layout in these columns.
-    """
-    width = max(len("memory per process"), *(len(layout.name) for layout in plan.layouts)) + 2
+def _print_table(title: str, heads: list[str], cells_by_layout: dict[str, list[str]]) -> None:
+    """Print a table with a title, heads of columns, and a line for each layout."""
+    width = max(len("memory per process"), *map(len, cells_by_layout)) + 2
     print(f"\n{title:<{width}}" + "".join(f"{head:>13}" for head in heads))
-    for layout in plan.layouts:
-        print(f"{layout.name:<{width}}" + "".join(f"{cell:>13}" for cell in cells(layout)))
-
-
-def _size_cells(layout: "PlannedLayout") -> list[str]:
-    *kinds, total = [size_text(size) for size in layout.bytes]
-    largest = pluralize(layout.largest, "row") if layout.largest > 0 else "too much"
-    return [*kinds, f"{total:>13}{largest:>10}"]
-
-
-def _time_cells(layout: "PlannedLayout") -> list[str]:
-    assert layout.step is not None
-    return [
-        f"{layout.accumulation} x {layout.rows}",
-        duration_text(layout.step.compute),
-        duration_text(layout.step.communication),
-        duration_text(layout.step.exposed),
-        duration_text(layout.step.total),
-        f"{layout.tokens_per_second:,.0f}",
-        duration_text(3600 * layout.hours),
-    ]
+    for name, cells in cells_by_layout.items():
+        print(f"{name:<{width}}" + "".join(f"{cell:>13}" for cell in cells))

@@ -28,7 +28,7 @@ from llmtrain.lab.plan.layouts import (
     shardings,
 )
 from llmtrain.parallel.ranks import Sharding
-from llmtrain.training.predicted_memory import Memory
+from llmtrain.training.predicted_memory import Bytes, Memory
 from llmtrain.training.recipe_model import build_recipe_model
 from llmtrain.training.recomputation import least_recomputation
 
@@ -266,15 +266,31 @@ def _command(request: PlanRequest, layout: PlannedLayout, machines: int) -> str:
 
 
 def _would_fit(request: PlanRequest, plan: Plan, limit: float) -> list[str]:
-    """Return what else would fit: FSDP2 on more processes, or LoRA."""
+    """Return what else would fit: shards in the memory of the host, more processes, or LoRA."""
     answers = []
-    global_batch = plan.memory.recipe.settings.data.global_batch_size
     smallest = replace(_arithmetics(plan.memory)[-1], reduces_once=False)
-    for processes in _PROCESS_COUNTS:
+    can_be_sharded = _can_be_sharded(smallest)
+
+    if can_be_sharded and smallest.on_gpu and request.processes > 1:
+        # With several micro-batches, all bytes of gradients are part of the total.
+        sharding = Sharding(replicas=1, shards=request.processes)
+        needed = _least_bytes(smallest, sharding, accumulation=2)
+        on_host = needed.weights + needed.gradients + needed.optimizer
+        on_device = needed.total - on_host
+        if on_device <= limit:
+            processes = min(request.processes, plan.cluster.per_machine)
+            answers.append(
+                f"FSDP2 with accelerate launch --fsdp_offload_params true: {size_text(on_device)} "
+                f"each, and {size_text(processes * on_host)} in the memory of a host"
+            )
+
+    global_batch = plan.memory.recipe.settings.data.global_batch_size
+    for processes in _PROCESS_COUNTS if can_be_sharded else []:
         if processes <= request.processes or global_batch % processes:
             continue
-        total = _least_bytes(smallest, Sharding(replicas=1, shards=processes))
-        if total is not None and total <= limit:
+        sharding = Sharding(replicas=1, shards=processes)
+        total = _least_bytes(smallest, sharding, global_batch // processes).total
+        if total <= limit:
             answers.append(f"FSDP2 on {processes} processes: {size_text(total)} each")
             break
 
@@ -284,16 +300,14 @@ def _would_fit(request: PlanRequest, plan: Plan, limit: float) -> list[str]:
         flags = [*request.flags, "--lora_r", str(_LORA_RANK)]
         recipe = build_recipe_model(request.recipe, flags, plan.memory.recipe.precision)
         memory = Memory.of(recipe, plan.memory.on_gpu)
-        total = _least_bytes(memory, Sharding(replicas=request.processes, shards=1))
-        if total is not None and total <= limit:
+        sharding = Sharding(replicas=request.processes, shards=1)
+        total = _least_bytes(memory, sharding, global_batch // request.processes).total
+        if total <= limit:
             answers.append(f"--lora_r {_LORA_RANK}: {size_text(total)}")
     return answers
 
 
-def _least_bytes(memory: Memory, sharding: Sharding) -> float | None:
-    """Return the bytes for micro-batches of a row, recomputed; ``None`` if that is impossible."""
-    if sharding.is_sharded and not _can_be_sharded(memory):
-        return None
+def _least_bytes(memory: Memory, sharding: Sharding, accumulation: int) -> Bytes:
+    """Return the bytes for micro-batches of one row, all of whose blocks are recomputed."""
     every = 1 if can_recompute(memory.recipe.model) else None
-    accumulation = memory.recipe.settings.data.global_batch_size // sharding.processes
-    return memory.bytes_of(sharding, 1, accumulation, every).total
+    return memory.bytes_of(sharding, rows=1, accumulation=accumulation, every=every)

@@ -50,25 +50,21 @@ class PlanRequest(NamedTuple):
     mfu: float = USUAL_MFU
 
 
-def check_request(request: PlanRequest) -> None:
-    """Raise :class:`UserError` if an option is out of range."""
+def hardware_of(request: PlanRequest) -> tuple[Device, Cluster]:
+    """Return the device of each process, and the machines.
+
+    Raises:
+        UserError: if the device or a link is unknown, or an option is out of range.
+    """
     if request.processes < 1:
         raise UserError(f"--processes {request.processes}: use at least one process.")
     if request.per_machine is not None and request.per_machine < 1:
         raise UserError(f"--per_machine {request.per_machine}: a machine has at least one process.")
-
     if not 0 < request.mfu <= 1:
         raise UserError(
             f"--mfu {request.mfu}: write a fraction of the peak, above 0 and at most 1."
         )
 
-
-def hardware_of(request: PlanRequest) -> tuple[Device, Cluster]:
-    """Return the device of each process, and the machines.
-
-    Raises:
-        UserError: if the device or a link is unknown.
-    """
     name = device_name(request.device)
     is_gpu = name.lower() != "cpu"
     if is_gpu:
@@ -122,7 +118,7 @@ def device_name(requested: str | None) -> str:
 def _this_cpu(processes: int) -> Device:
     """Measure the memory of this machine's CPU, and divide it among some processes.
 
-    Its peak depends on the precision of the recipe: see :func:`cpu_peak`.
+    Its peak depends on the precision of the recipe: see :func:`measured_peak`.
     """
     source = torch.ones(1 << 24)
     target = torch.empty(1 << 24)
@@ -136,12 +132,6 @@ def _this_cpu(processes: int) -> Device:
         memory_bandwidth=memory_bandwidth / processes,
         link=memory_bandwidth / 4,
     )
-
-
-def cpu_peak(precision: str) -> float:
-    """Return the FLOP/s of this machine's CPU in a mixed precision."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    return measured_peak(torch.device("cpu"), dtype)
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+
 from llmtrain.devices import RESERVED_MEMORY, Device
 from llmtrain.errors import UserError
-from llmtrain.lab.plan.hardware import PlanRequest, check_request, cpu_peak, hardware_of
+from llmtrain.lab.plan.hardware import PlanRequest, hardware_of, measured_peak
 from llmtrain.lab.plan.speed import Cluster, Compute, Step, estimate_compute, step_time
 from llmtrain.parallel.ranks import Sharding
 from llmtrain.training.predicted_memory import Bytes, Memory
@@ -110,12 +112,13 @@ def plan_without_layouts(request: PlanRequest) -> Plan:
     Raises:
         UserError: if the recipe cannot be planned, or an option is out of range.
     """
-    check_request(request)
     device, cluster = hardware_of(request)
     usual_precision = "bf16" if cluster.nccl else "no"
     recipe = build_recipe_model(request.recipe, request.flags, usual_precision)
     if not cluster.nccl:
-        device = device._replace(peak=cpu_peak(recipe.precision) / cluster.per_machine)
+        dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+        peak = measured_peak(torch.device("cpu"), dtype)
+        device = device._replace(peak=peak / cluster.per_machine)
     memory = Memory.of(recipe, on_gpu=cluster.nccl)
     return Plan(memory, device, cluster, request.mfu, layouts=[], left_out=[])
 
@@ -207,8 +210,11 @@ def _best_layout(plan: Plan, name: str, sharding: Sharding) -> PlannedLayout:
     # With auto, a micro-batch fits if it does when all blocks compute their activations again.
     most = 1 if memory.decides_recomputation else None
     fitting = fitting_sizes(memory, sharding, share, device_bytes, most)
+    # The largest size that fits up to the requested one, or else the smallest that fits. If nothing
+    # fits, the plan shows what the requested size would need.
     requested = memory.recipe.settings.data.per_device_train_batch_size
-    rows = _micro_batch_size(share, requested, fitting)
+    candidates = fitting or divisors(share)
+    rows = max((size for size in candidates if size <= requested), default=min(candidates))
 
     every = None
     if memory.decides_recomputation:
@@ -242,22 +248,6 @@ def fitting_sizes(
             # One micro-batch of this size is too large by itself, so larger ones are, too.
             break
     return sizes
-
-
-def _micro_batch_size(share: int, requested: int, fitting: list[int]) -> int:
-    """Return the size of the micro-batch to plan for.
-
-    It is the largest fitting size up to the requested one, or else the smallest fitting size. If
-    nothing fits, the plan shows what the requested size would need.
-
-    Args:
-        share: rows of the global batch that a process has.
-        requested: the size that the recipe asks for.
-        fitting: the sizes that fit.
-    """
-    candidates = fitting or divisors(share)
-    not_above = [rows for rows in candidates if rows <= requested]
-    return max(not_above) if not_above else min(candidates)
 
 
 def divisors(share: int) -> list[int]:

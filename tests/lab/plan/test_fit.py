@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from llmtrain.console import size_text
 from llmtrain.lab.plan.fit import Fit, changed_flags, fit_into
 from llmtrain.lab.plan.hardware import PlanRequest
 from llmtrain.lab.plan.layouts import Plan, plan_without_layouts
@@ -167,3 +168,20 @@ def test_more_processes_and_lora_are_proposed_if_they_would_fit(llama_flags: str
     processes, lora = fitting.would_fit
     assert processes.startswith("FSDP2 on ")
     assert lora.startswith("--lora_r 16: ")
+
+
+def test_shards_in_the_memory_of_the_host_are_proposed_if_nothing_else_fits() -> None:
+    """The device then has no weights, gradients and optimizer state, but for what is gathered."""
+    flags = f"{MODEL} --dtype float32 --optim adamw"
+    smallest = fit(NOTHING, flags, processes=2)
+    needed = smallest.chosen.bytes
+    assert smallest.chosen.name == "FSDP2"
+    assert smallest.would_fit == []
+
+    fitting = fit(0.9 * needed.total, flags, processes=2)
+
+    assert not fitting.fits
+    offload = fitting.would_fit[0]
+    assert offload.startswith("FSDP2 with accelerate launch --fsdp_offload_params true: ")
+    on_host = 2 * (needed.weights + needed.gradients + needed.optimizer)
+    assert offload.endswith(f"{size_text(on_host)} in the memory of a host")
