@@ -63,11 +63,6 @@ def note_on_base(folder: Path) -> str:
     )
 
 
-def holds_model(folder: Path) -> bool:
-    """Return whether a folder holds a model, or an adapter."""
-    return (folder / "config.json").exists() or is_adapter(folder)
-
-
 def model_folder(name: str) -> str:
     """Return the model folder that a name refers to.
 
@@ -82,14 +77,11 @@ def model_folder(name: str) -> str:
         if name.startswith((".", "/", "~")):
             raise UserError(f"{name} is not a folder; check the path.")
         return local_path(name)
-    if holds_model(folder):
-        return name
-
     # The numbers in the names are padded with zeros, so the newest checkpoint comes first.
     checkpoints = sorted(folder.glob("checkpoints/step-*/model"), reverse=True)
-    for candidate in [folder / "model", *checkpoints]:
-        if holds_model(candidate):
-            return str(candidate)
+    for candidate in [folder, folder / "model", *checkpoints]:
+        if (candidate / "config.json").exists() or is_adapter(candidate):
+            return name if candidate == folder else str(candidate)
     raise UserError(f"{name} holds no model yet: no config.json, no model/ and no checkpoint.")
 
 

@@ -19,7 +19,6 @@ from llmtrain.model_folders import (
     tokenizer_of,
     vocabulary_of,
 )
-from llmtrain.models.dtypes import check_range, stored_dtypes
 from llmtrain.models.export import (
     ModelFiles,
     config_values,
@@ -27,9 +26,11 @@ from llmtrain.models.export import (
     gives_scores,
 )
 from llmtrain.models.hub_models import (
+    check_range,
     load_pretrained,
     local_folder,
     origin_of,
+    stored_dtypes,
     without_weights,
 )
 from llmtrain.models.lora_config import LoraConfig

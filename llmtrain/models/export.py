@@ -16,8 +16,13 @@ from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import JsonObject, read_object, write_json
 from llmtrain.interfaces.model import TensorConverter
 from llmtrain.model_folders import is_adapter, weight_files
-from llmtrain.models.dtypes import DTYPES, StoredDtypes, check_range, with_dtype
-from llmtrain.models.hub_models import causal_lm_classes
+from llmtrain.models.hub_models import (
+    DTYPES,
+    StoredDtypes,
+    causal_lm_classes,
+    check_range,
+    with_dtype,
+)
 from llmtrain.models.text_tower import BASE_FILE, BaseTensors
 from llmtrain.parallel.shards import meta_like
 from llmtrain.redaction import redacted
@@ -111,7 +116,7 @@ class ModelFiles:
     def card(self, parameters: int) -> str:
         """Return the model card, in the form that the hub reads."""
         hub_lines = f"library_name: {self.library}\n"
-        class_name = module_class_of(self.config)
+        class_name = self.config.get(MODULE_CLASS)
         if not class_name:
             class_name = self.config["architectures"][0]
             task = "text-classification" if gives_scores(self.config) else "text-generation"
@@ -190,21 +195,21 @@ class ModelFiles:
         changes no names, and transformers can load these tensors, too.
         """
 
-        def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-            return self.cast(self.published({name: tensor}))
-
-        def keep_name(name: str, tensor: Tensor) -> dict[str, Tensor]:
-            return self.cast({name: tensor})
-
         # Try it on tensors without memory. A conversion takes a millisecond.
         tensors = {name: meta_like(tensor) for name, tensor in self.tensors(model).items()}
         expected_shapes = _shapes(self.published(tensors))
-        if expected_shapes == _shapes(tensors):
-            return keep_name
-        converted: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            converted.update(convert(name, tensor))
-        return convert if _shapes(converted) == expected_shapes else keep_name
+        is_converted = expected_shapes != _shapes(tensors)
+        if is_converted:
+            separate: dict[str, Tensor] = {}
+            for name, tensor in tensors.items():
+                separate.update(self.published({name: tensor}))
+            is_converted = _shapes(separate) == expected_shapes
+
+        def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
+            named = {name: tensor}
+            return self.cast(self.published(named) if is_converted else named)
+
+        return convert
 
 
 class ModuleFiles(ModelFiles):
@@ -289,7 +294,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Size]:
 def how_to_load(folder: Path) -> str:
     """Return how to load the model in a folder, in a few words."""
     config = folder_config(folder)
-    module_class = module_class_of(config)
+    module_class = config.get(MODULE_CLASS)
     if module_class:
         weights = folder / ModuleFiles.weights_name
         return f'safetensors.torch: load_model({module_class}(...), "{weights}")'
@@ -310,11 +315,6 @@ def config_values(config: "PreTrainedConfig") -> JsonObject:
     JSON has no infinite numbers, and transformers has its own form for them.
     """
     return cast(JsonObject, json.loads(config.to_json_string(use_diff=False)))
-
-
-def module_class_of(config: JsonObject) -> str:
-    """Return the class of a plain torch module, by ``config.json``; empty for other models."""
-    return str(config.get(MODULE_CLASS, ""))
 
 
 def auto_class_of(config: JsonObject) -> str:

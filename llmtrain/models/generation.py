@@ -10,7 +10,7 @@ import torch
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.model_folders import as_token_ids, is_adapter, stop_token_ids, tokenizer_of
 from llmtrain.models.adapters import adapted_model
-from llmtrain.models.export import folder_config, gives_scores, how_to_load, module_class_of
+from llmtrain.models.export import MODULE_CLASS, folder_config, gives_scores, how_to_load
 from llmtrain.models.hub_models import load_pretrained
 from llmtrain.seeds import seed_of
 
@@ -75,7 +75,7 @@ class TextModel:
         folder = Path(name)
         # If `name` is a hub name, there is no such file, and read_object returns an empty object.
         config = folder_config(folder)
-        if module_class_of(config) or gives_scores(config):
+        if MODULE_CLASS in config or gives_scores(config):
             raise UserError(
                 f"{name} cannot write text ({how_to_load(folder)}); name a causal language model."
             )

@@ -120,16 +120,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, documents: Documents | None) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
-        q, k, v = self.c_attn(x).chunk(3, dim=-1)
-        y = causal_attention(self._heads(q), self._heads(k), self._heads(v), documents)
+        # [B, T, 3 C] -> three times [B, H, T, D]
+        heads = self.c_attn(x).view(*x.shape[:2], 3, -1, self.head_size)
+        q, k, v = heads.transpose(1, 3).unbind(2)
+        y = causal_attention(q, k, v, documents)
         y = y.transpose(1, 2).flatten(2)
         x = self.c_proj(y)
         return x
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """Split the last dimension into heads: [B, T, C] -> [B, H, T, D]."""
-        heads: Tensor = x.unflatten(-1, (-1, self.head_size))  # type: ignore[no-untyped-call]
-        return heads.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -395,11 +392,6 @@ class GPT(TrainableModel):
         on_gpu = self.head.device.type == "cuda"
         return {"documents": Documents.of(inputs_of(batch["position_ids"]), on_gpu)}
 
-    @property
-    def columns(self) -> frozenset[str]:
-        """The columns of a batch that the model takes besides ``input_ids`` and ``labels``."""
-        return frozenset({"dropout_keys"} if self.config.dropout else ())
-
     def flops_per_token(self) -> int:
         """Return the floating-point operations of a forward and backward pass, per token.
 
@@ -431,7 +423,7 @@ class GPT(TrainableModel):
             model=self,
             files=self.files(tokenizer, trained_on),
             weights=self.initial_weights(seed),
-            columns=self.columns,
+            columns=frozenset({"dropout_keys"} if self.config.dropout else ()),
             prepare_batch=self.prepare_batch,
         )
 

@@ -122,20 +122,16 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None) -> Tensor:
         """[B, T, C] -> [B, T, C]."""
-        q = self._heads(self.q_proj(x))
-        k = self._heads(self.k_proj(x))
-        v = self._heads(self.v_proj(x))
+        heads = (*x.shape[:2], -1, self.head_size)  # [B, T, H, D]
+        q = self.q_proj(x).view(heads)
+        k = self.k_proj(x).view(heads)
+        v = self.v_proj(x).view(heads)
         q = self.q_layernorm(q, cos, sin)
         k = self.k_layernorm(k, cos, sin)
 
         y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents)
         x = self.out_proj(y.transpose(1, 2).flatten(2))
         return x
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """Split the last dimension into heads: [B, T, C] -> [B, T, H, D]."""
-        heads: Tensor = x.unflatten(-1, (-1, self.head_size))  # type: ignore[no-untyped-call]
-        return heads
 
 
 class MLP(nn.Module):

@@ -18,8 +18,8 @@ from llmtrain.errors import UserError, first_line
 from llmtrain.files import JsonObject, write_json
 from llmtrain.interfaces.model import Weights
 from llmtrain.model_folders import ADAPTER_WEIGHTS
-from llmtrain.models.dtypes import cast_weights
 from llmtrain.models.export import ModelFiles, auto_class_of, gives_scores
+from llmtrain.models.hub_models import cast_weights
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.text_tower import BASE_FILE
 from llmtrain.seeds import seed_of

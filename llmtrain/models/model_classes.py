@@ -17,7 +17,6 @@ from llmtrain.errors import UserError, as_user_error
 from llmtrain.files import read_object
 from llmtrain.interfaces.model import PackingSupport
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.configuration import is_model_type
 from llmtrain.models.hub_models import (
     auto_class,
     causal_lm_classes,
@@ -71,7 +70,7 @@ def build_model(
         options["attn_implementation"] = config.attn_implementation
 
     name = config.model_name_or_path
-    with as_user_error(_building_problem(config)):
+    with as_user_error(_flag(config)):
         model_config = config.configuration(tokenizer)
         if not is_reward_model:
             check_causal_lm_class(config, model_config)
@@ -207,14 +206,6 @@ def _flag(config: ModelConfig) -> str:
         return f"--model_name_or_path {config.model_name_or_path}"
     overrides = f" --config_overrides {config.config_overrides}" if config.config_overrides else ""
     return f"--from_config {config.from_config}{overrides}"
-
-
-def _building_problem(config: ModelConfig) -> str:
-    """Return what is wrong if a model cannot be built, and what to do."""
-    names_type = config.model_name_or_path is None and is_model_type(str(config.from_config))
-    if names_type and not config.config_overrides:
-        return f"{_flag(config)} needs --config_overrides, or name a model instead of its type"
-    return _flag(config)
 
 
 def _load_quantized(name: str, load_in_4bit: bool, options: dict[str, Any]) -> "PreTrainedModel":

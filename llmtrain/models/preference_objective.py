@@ -206,7 +206,19 @@ class PreferenceObjective(Objective):
         if self.config.is_reward_model:
             logps = self._scores(model, batch, numbers, is_target)
         else:
-            logps = self._log_probabilities(model, batch, numbers)
+            target_positions = batch.get("target_positions")
+            nll = model.nll(
+                input_ids=self._rows_of_model(batch["input_ids"]),
+                labels=self._rows_of_model(batch["labels"]),
+                position_ids=batch.get("position_ids"),
+                documents=batch["documents"] if "position_ids" in batch else None,
+                target_positions=target_positions,
+                per_target=True,
+            )
+            numbers_of_nll = numbers
+            if target_positions is not None:
+                numbers_of_nll = numbers[target_positions.clamp(min=0)]
+            logps = self._sum_by_answer(batch, numbers_of_nll, -nll)
 
         tokens = self._sum_by_answer(batch, numbers, is_target.long())
         is_undesirable_target = is_target & is_undesirable(codes)
@@ -218,21 +230,6 @@ class PreferenceObjective(Objective):
             reference=reference.to(logps.dtype).view(-1, 2),
             desirable=undesirable_tokens[:, 0] == 0,
         )
-
-    def _log_probabilities(self, model: Any, batch: Batch, numbers: Tensor) -> Tensor:
-        """Return the log-probability of each answer, [pairs, 2]."""
-        target_positions = batch.get("target_positions")
-        nll = model.nll(
-            input_ids=self._rows_of_model(batch["input_ids"]),
-            labels=self._rows_of_model(batch["labels"]),
-            position_ids=batch.get("position_ids"),
-            documents=batch["documents"] if "position_ids" in batch else None,
-            target_positions=target_positions,
-            per_target=True,
-        )
-        if target_positions is not None:
-            numbers = numbers[target_positions.clamp(min=0)]
-        return self._sum_by_answer(batch, numbers, -nll)
 
     def _scores(self, model: Any, batch: Batch, numbers: Tensor, is_target: Tensor) -> Tensor:
         """Return the score of each answer, [pairs, 2]: the output of the head at its last token."""

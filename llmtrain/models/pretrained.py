@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import nn
 
-from llmtrain.config.flags import flags_of
 from llmtrain.console import say
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject
@@ -31,9 +30,15 @@ from llmtrain.models.adapters import (
 )
 from llmtrain.models.causal_lm import CausalLM, make_causal_lm
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.dtypes import StoredDtypes, stored_dtypes, with_dtype
 from llmtrain.models.export import ModelFiles, config_values
-from llmtrain.models.hub_models import local_folder, origin_of, with_padding_token
+from llmtrain.models.hub_models import (
+    StoredDtypes,
+    local_folder,
+    origin_of,
+    stored_dtypes,
+    with_dtype,
+    with_padding_token,
+)
 from llmtrain.models.lora import AdapterFiles, add_lora, with_adapter_weights
 from llmtrain.models.lora_config import LoraConfig
 from llmtrain.models.model_classes import build_model
@@ -202,7 +207,7 @@ def load_model(
     return ModelBundle(
         model=trained,
         files=files,
-        weights=_weights_of(trained, initial_weights),
+        weights=_weights_of(trained, initial_weights, is_adapted=is_adapted),
         start=_start(base, lora, adapter, origin, [*outside_text]),
         check=functools.partial(check_model, trained, is_packed=rows.is_packed),
         objective=objective,
@@ -210,11 +215,14 @@ def load_model(
     )
 
 
-def _weights_of(trained: CausalLM, initial_weights: InitialWeights | None) -> Weights | None:
+def _weights_of(
+    trained: CausalLM, initial_weights: InitialWeights | None, is_adapted: bool
+) -> Weights | None:
     """Return the weights of the parameters on the meta device; ``None`` for a quantized model."""
     if initial_weights is None:
         return None
-    return with_adapter_weights(trained, initial_weights.for_parameters_of(trained))
+    weights = initial_weights.for_parameters_of(trained)
+    return with_adapter_weights(trained, weights) if is_adapted else weights
 
 
 def _base_dtypes(folder: Path | None, base_tensors: BaseTensors | None) -> StoredDtypes | None:
@@ -263,10 +271,10 @@ def _objective(
             share_prompts=rows.metadata.shared,
         )
 
-        def prepare_answers(batch: Batch) -> Batch:
-            return objective.prepare_batch(batch, on_gpu=model.device.type == "cuda")
-
-        return objective, prepare_answers
+        # The model is not on its device yet.
+        return objective, lambda batch: objective.prepare_batch(
+            batch, on_gpu=model.device.type == "cuda"
+        )
 
     return Objective(), model.prepare_batch
 
@@ -278,17 +286,12 @@ def _check_flags(config: ModelConfig, lora: LoraConfig | None) -> None:
         raise UserError(
             "name a model: --model_name_or_path FOLDER_OR_HUB_NAME, or --from_config llama."
         )
-    changed = []
-    defaults = LoraConfig()
-    for flag_name in flags_of(defaults):
-        if lora is not None and getattr(lora, flag_name) != getattr(defaults, flag_name):
-            changed.append(flag_name)
-    if config.continue_adapter and changed:
-        raise UserError(
-            f"--continue_adapter cannot be combined with --{changed[0]}: the adapter has its own "
-            "rank and modules; leave one of them out."
-        )
     has_lora = lora is not None and lora.lora_r > 0
+    if config.continue_adapter and has_lora:
+        raise UserError(
+            "--continue_adapter cannot be combined with --lora_r: the adapter has its own rank and "
+            "modules; leave one of them out."
+        )
     if has_lora and name is None and current_plan() is None:
         raise UserError(
             "--lora_r needs --model_name_or_path: an adapter of random weights would be of no use."

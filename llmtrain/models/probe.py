@@ -23,6 +23,7 @@ from llmtrain.models.documents import Documents
 from llmtrain.models.text_tower import outermost_modules
 from llmtrain.parallel.shards import reshard
 
+_LENGTH = 16  # of a short row to try a model on
 # How many positions at each end of a document are compared. The logits of all positions of a long
 # row would fill the memory.
 _COMPARED = 16
@@ -61,7 +62,7 @@ def probe(model: CausalLM) -> None:
         model.head_is_linear = model.head_is_linear and _head_is_linear(model)
         _choose_attention(model)
 
-        ids, other_ids = example_tokens(model, 2, probe_length(model)).chunk(2)
+        ids, other_ids = example_tokens(model, 2).chunk(2)
         changed_at_the_end = torch.cat([ids[:, :-1], other_ids[:, -1:]], dim=1)
         logits = probe_output(model, ids)[:, :-1]
         if logits.isnan().any():
@@ -86,7 +87,7 @@ def _choose_attention(model: CausalLM) -> None:
         return  # both need a mask then
 
     register()
-    ids = example_tokens(model, 2, probe_length(model))
+    ids = example_tokens(model, 2)
     indices = torch.arange(ids.shape[1], device=ids.device)
     positions = (indices % max(len(indices) // 2, 1)).expand_as(ids)
     try:
@@ -108,20 +109,16 @@ def _head_is_linear(model: CausalLM) -> bool:
     A known softcap may follow. The output of the head is also made a thousand times larger, because
     another cap may change only large numbers.
     """
-    ids = example_tokens(model, 1, probe_length(model))
+    ids = example_tokens(model, 1)
     arguments = own_arguments(model, ids, positions=None, documents=None)
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-
-    def own_logits(model: CausalLM, _: Batch) -> Tensor:
-        logits: Tensor = model.own_forward(**arguments).logits
-        return logits
 
     # Ranks that share a model make every pass together.
     verdicts = []
     for scale in (1.0, 1000.0):
         with head.register_forward_hook(lambda _, __, output, scale=scale: output * scale):
-            logits_of_head = output_for(model, arguments)
-            logits = model(ids, compute=own_logits)
+            logits_of_head = probe_output(model, ids)
+            logits = model(ids, compute=lambda model, _: model.own_forward(**arguments).logits)
         has_same_shape = logits.shape == logits_of_head.shape
         verdicts.append(has_same_shape and not differ(logits, logits_of_head))
     return all(verdicts)
@@ -134,10 +131,11 @@ def leaks(model: CausalLM) -> bool:
     looks for borders only in batches of one row. A model with a sliding window or attention chunks
     is also tried on rows that are longer than these.
     """
-    half = max(probe_length(model) // 2, 1)
-    trials = {probe_length(model): (half, max(half - 1, 1))}
+    short = min(_LENGTH, model.row_length)
+    half = max(short // 2, 1)
+    trials = {short: (half, max(half - 1, 1))}
     span = max(_span(model, "sliding_window"), _span(model, "attention_chunk_size"))
-    if span >= probe_length(model):
+    if span >= short:
         length = min(span + 16, model.row_length)
         trials[length] = ((span + length) // 2, 8)
 
@@ -195,8 +193,7 @@ def shares_prompts(model: CausalLM) -> bool:
     documents = Documents.of(positions, row.is_cuda, answers).to(row.device)
 
     with trying(model):
-        arguments = own_arguments(model, row, positions.to(row.device), documents)
-        shared = output_for(model, arguments)[0, prompt - 1 :]
+        shared = probe_output(model, row, positions.to(row.device), documents)[0, prompt - 1 :]
         # Two rows: each answer with its own copy of the prompt.
         separate = [probe_output(model, ids[None])[0, prompt - 1 :] for ids in (first, second)]
     is_correct = not differ(shared, torch.cat(separate))
@@ -215,7 +212,7 @@ def check_gradients(model: CausalLM) -> None:
     parameters = dict(model.named_parameters())
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     with trying(model, in_training=True):
-        ids = example_tokens(model, 1, probe_length(model))
+        ids = example_tokens(model, 1)
         loss = probe_output(model, ids).sum() if model.gives_scores else model(ids, labels=ids)
         loss.backward()
 
@@ -238,17 +235,17 @@ def check_gradients(model: CausalLM) -> None:
 # --- rows to try a model on
 
 
-def example_tokens(model: CausalLM, rows: int, length: int) -> Tensor:
-    """Return different tokens, int64 [rows, length], as far as the vocabulary has so many."""
+def example_tokens(model: CausalLM, rows: int, length: int | None = None) -> Tensor:
+    """Return different tokens, int64 [rows, length], as far as the vocabulary has so many.
+
+    The default is a short row.
+    """
+    if length is None:
+        length = min(_LENGTH, model.row_length)
     vocabulary: int = model.config.get_text_config().vocab_size
     # A prime, because with a divisor of the vocabulary fewer tokens would occur.
     numbers = 7919 * torch.arange(rows * length, device=model.device) + 1
     return (numbers % vocabulary).view(rows, length)
-
-
-def probe_length(model: CausalLM) -> int:
-    """Return the length of a short row."""
-    return min(16, model.row_length)
 
 
 def _span(model: CausalLM, name: str) -> int:
@@ -303,18 +300,18 @@ def trying(model: CausalLM, in_training: bool = False) -> Iterator[None]:
         model.train(was_training)
 
 
-def probe_output(model: CausalLM, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Return the logits [B, T, V] of rows; see :func:`output_for`."""
-    arguments = own_arguments(model, ids, positions=positions, documents=None)
-    return output_for(model, arguments).view(*ids.shape, -1)
-
-
-def output_for(model: CausalLM, arguments: dict[str, Any]) -> Tensor:
-    """Return the logits for arguments of the model's own ``forward``, as training computes them.
+def probe_output(
+    model: CausalLM,
+    ids: Tensor,
+    positions: Tensor | None = None,
+    documents: Documents | None = None,
+) -> Tensor:
+    """Return the logits [B, T, V] of rows [B, T], as training computes them.
 
     A reward model returns its last hidden states and the scores of all tokens instead, in the
     precision in which they were computed.
     """
+    arguments = own_arguments(model, ids, positions, documents)
 
     def compute(model: CausalLM, _: Batch) -> Tensor:
         if not model.gives_scores and not model.head_is_linear:
@@ -329,7 +326,7 @@ def output_for(model: CausalLM, arguments: dict[str, Any]) -> Tensor:
         return model.softcapped(head(hidden))
 
     output: Tensor = model(arguments["input_ids"], compute=compute)
-    return output
+    return output.view(*ids.shape, -1)
 
 
 def differ(output: Tensor, expected: Tensor) -> bool:

@@ -17,8 +17,8 @@ from llmtrain.interfaces.model import ModelBundle
 from llmtrain.interfaces.objective import Objective
 from llmtrain.interfaces.part import Metric, MetricFunction, Schedule, ScheduleFunction
 from llmtrain.launching.accelerator import start_accelerator, start_planned_accelerator
-from llmtrain.models.dtypes import cast_weights
 from llmtrain.models.export import MODULE_CLASS, ModuleFiles
+from llmtrain.models.hub_models import cast_weights
 from llmtrain.models.trainable import make_trainable
 from llmtrain.observe.replicas import check_built_weights
 from llmtrain.parallel.placement import move_to_devices

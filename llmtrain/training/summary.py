@@ -12,7 +12,7 @@ from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import first_line, hub_error
 from llmtrain.interfaces.batches import IGNORED
 from llmtrain.model_folders import note_on_base
-from llmtrain.models.export import folder_config, gives_scores, how_to_load, module_class_of
+from llmtrain.models.export import MODULE_CLASS, folder_config, gives_scores, how_to_load
 from llmtrain.models.generation import Sampling
 from llmtrain.observe.progress import loss_curve
 from llmtrain.parallel.engine import Engine
@@ -127,7 +127,7 @@ def _print_sample(
 def _writes_text(model_folder: Path) -> bool:
     """Return whether the model in a folder is a language model of transformers with a tokenizer."""
     config = folder_config(model_folder)
-    if gives_scores(config) or module_class_of(config):
+    if gives_scores(config) or MODULE_CLASS in config:
         return False
     return (model_folder / "tokenizer_config.json").exists()
 

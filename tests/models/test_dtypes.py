@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel, Qw
 
 import llmtrain as lt
 from llmtrain.cli import main
-from llmtrain.models.dtypes import DTYPES
+from llmtrain.models.hub_models import DTYPES
 from llmtrain.record.tensor_files import read_tensors
 from tests.models.small_models import byte_tokenizer, export_model, tiny_llama
 

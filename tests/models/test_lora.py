@@ -754,7 +754,7 @@ def test_a_broken_adapter_is_refused(adapt, tmp_path, file, content):
 @pytest.mark.parametrize(
     ("flags", "lora", "message"),
     [
-        ({}, {"lora_alpha": 4}, "cannot be combined with --lora_alpha"),
+        ({}, {"lora_r": 4}, "cannot be combined with --lora_r"),
         ({"freeze": "norm"}, {}, "--freeze cannot be combined with --continue_adapter"),
     ],
 )

@@ -25,9 +25,8 @@ import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.models import pretrained
 from llmtrain.models.causal_lm import make_causal_lm
-from llmtrain.models.dtypes import dtype_name
 from llmtrain.models.export import write_copy
-from llmtrain.models.hub_models import origin_of
+from llmtrain.models.hub_models import dtype_name, origin_of
 from llmtrain.models.lora import add_lora
 from llmtrain.models.probe import check_gradients
 from llmtrain.models.text_tower import BASE_FILE
