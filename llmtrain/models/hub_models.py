@@ -244,7 +244,7 @@ def check_range(source: Path, weights: Mapping[str, torch.Tensor]) -> None:
         if tensor.is_floating_point() and torch.isinf(tensor).any():
             raise UserError(
                 f"{source}: {name} has values above {torch.finfo(tensor.dtype).max:g}, the largest "
-                f"of {dtype_name(tensor.dtype)}; use llmtrain export --dtype bfloat16."
+                f"of {tensor.dtype}; use llmtrain export --dtype bfloat16."
             )
 
 
@@ -267,7 +267,7 @@ def with_dtype(config: JsonObject, dtype: torch.dtype) -> JsonObject:
 
     The configurations of a multimodal model's parts name it, too, if they name one.
     """
-    name = dtype_name(dtype)
+    name = str(dtype).removeprefix("torch.")
 
     def rename(part: JsonObject) -> JsonObject:
         for key in ("dtype", "torch_dtype"):  # the latter before transformers 5
@@ -277,11 +277,6 @@ def with_dtype(config: JsonObject, dtype: torch.dtype) -> JsonObject:
 
     changed = json.loads(json.dumps(config), object_hook=rename)
     return {**changed, "dtype": name}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in ``config.json``."""
-    return str(dtype).removeprefix("torch.")
 
 
 # --- reward models

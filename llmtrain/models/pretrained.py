@@ -337,13 +337,25 @@ def _model_files(
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)
 
+    # The generation settings of the base, with the tokens that end an answer as stop tokens.
+    base: GenerationConfig | None = getattr(model, "generation_config", None)
+    generation: JsonObject = {}
+    if base is not None:
+        for key, value in base.to_diff_dict().items():
+            if not key.startswith("_") and key != "transformers_version":
+                generation[key] = value
+    if rows.stop_token_ids and rows.tokenizer is not None:
+        stop_token_ids = as_token_ids(generation.get("eos_token_id"))
+        generation["eos_token_id"] = sorted({*stop_token_ids, *rows.stop_token_ids})
+        generation["bos_token_id"] = rows.tokenizer.bos_token_id
+
     return ModelFiles(
         config=config,
         tokenizer=tokenizer,
         trained_on=rows.metadata.dataset,
         base=name,
         loss=preference.loss_name if preference is not None else "",
-        generation=_generation_config(model, rows),
+        generation=generation,
     )
 
 
@@ -440,26 +452,6 @@ def _freeze(model: "PreTrainedModel", pattern: str) -> None:
         parameter.requires_grad_(False)
     count = sum(parameter.numel() for parameter in matching)
     say("frozen", f"{count:,} parameters in {len(matching)} of {len(parameters)} tensors")
-
-
-def _generation_config(model: "PreTrainedModel", rows: PreparedRows) -> JsonObject:
-    """Return ``generation_config.json`` of the finished model.
-
-    It is the one of the base, with the tokens that end an answer added to its stop tokens.
-    """
-    base: GenerationConfig | None = getattr(model, "generation_config", None)
-    settings: JsonObject = {}
-    if base is not None:
-        for key, value in base.to_diff_dict().items():
-            if not key.startswith("_") and key != "transformers_version":
-                settings[key] = value
-    if not rows.stop_token_ids or rows.tokenizer is None:
-        return settings
-
-    stop_token_ids = as_token_ids(settings.get("eos_token_id"))
-    settings["eos_token_id"] = sorted({*stop_token_ids, *rows.stop_token_ids})
-    settings["bos_token_id"] = rows.tokenizer.bos_token_id
-    return settings
 
 
 def _check_no_dropout(model: "PreTrainedModel") -> None:

@@ -26,7 +26,7 @@ from llmtrain.errors import UserError
 from llmtrain.models import pretrained
 from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.export import write_copy
-from llmtrain.models.hub_models import dtype_name, origin_of
+from llmtrain.models.hub_models import origin_of
 from llmtrain.models.lora import add_lora
 from llmtrain.models.probe import check_gradients
 from llmtrain.models.text_tower import BASE_FILE
@@ -238,7 +238,9 @@ def test_the_copy_of_a_checkpoint_is_complete(
     write_model(tmp_path / "checkpoint", bundle.files, bundle.files.tensors(bundle.model))
 
     (tmp_path / "copy").mkdir()
-    write_copy(tmp_path / "checkpoint", tmp_path / "copy", dtype and dtype_name(dtype))
+    write_copy(
+        tmp_path / "checkpoint", tmp_path / "copy", dtype and str(dtype).removeprefix("torch.")
+    )
 
     model, info = AutoModelForImageTextToText.from_pretrained(
         tmp_path / "copy", output_loading_info=True
