@@ -292,6 +292,7 @@ def random_weights(
 
     The weights of a module depend only on ``seed`` and on the name of the module in the model.
     Every rank can therefore initialise one part at a time and arrive at the same weights.
+    A parameter that ``_init_weights`` leaves alone keeps the values that ``__init__`` gives it.
 
     Args:
         model: the model, on the meta device. It is on the meta device again after each part.
@@ -302,10 +303,11 @@ def random_weights(
         Names of parameters with full tensors on the CPU, in float32 or wider.
 
     Raises:
-        UserError: if ``_init_weights`` of the class leaves a parameter alone.
+        UserError: if the class does not initialise a parameter.
     """
     listed_names = {parameter: name for name, parameter in model.named_parameters()}
     missing = set(listed_names.values() if names is None else names)
+    values_by_owner: dict[type[nn.Module], dict[str, Tensor]] = {}
     for part_name, part in _parts(model):
         own_names = {own: listed_names[p] for own, p in part.named_parameters(part_name)}
         if missing.isdisjoint(own_names.values()):
@@ -319,6 +321,11 @@ def random_weights(
                     continue
                 missing.remove(name)
                 tensor = parameter.detach()
+                if tensor.isnan().any():
+                    owner = type(model.get_submodule(name.rpartition(".")[0]))
+                    if owner not in values_by_owner:
+                        values_by_owner[owner] = _values_set_by_init(model, owner, seed)
+                    tensor = values_by_owner[owner][name]
                 if tensor.isnan().any():
                     raise UserError(
                         f"{type(model).__name__} gives {name} no initial values; start from a "
@@ -371,6 +378,39 @@ def _fill_with_nan(module: nn.Module) -> None:
                 values = torch.full(parameter.shape, torch.nan, dtype=dtype, device="cpu")
                 real[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             setattr(owner, name, real[parameter])
+
+
+def _values_set_by_init(
+    model: "PreTrainedModel", owner: type[nn.Module], seed: int
+) -> dict[str, Tensor]:
+    """Return the parameters of modules of one class, with the values that ``__init__`` sets.
+
+    The other parameters are on the meta device meanwhile, so this takes little memory. A value that
+    nothing sets is NaN.
+    """
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
+    def without_others(module: nn.Module, _: str, parameter: nn.Parameter) -> nn.Parameter:
+        if type(module) is owner:
+            return parameter
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    # torch's annotation says that the hook returns nothing; its documentation says a parameter.
+    hook = register_module_parameter_registration_hook(without_others)  # type: ignore[arg-type]
+    torch.use_deterministic_algorithms(True)  # `torch.empty` then fills its result with NaN
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed_of(seed, owner.__name__))
+            built = type(model)(copy.deepcopy(model.config))
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
+        hook.remove()
+    return {
+        name: parameter.detach()
+        for name, parameter in built.named_parameters()
+        if not parameter.is_meta
+    }
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
