@@ -222,12 +222,12 @@ def write_model(run: Run, engine: Engine, target: Path) -> None:
     """Write the model with its present weights as a folder that Hugging Face loads.
 
     Raises:
-        UserError: on every rank, if a weight is not finite.
+        UserError: on every rank, if a weight is not finite in the dtype of the folder.
     """
     wait_for_saves(run)  # a save in the background uses the same process group
     model = engine.unwrapped
     files = run.bundle.files.finished(run.settings.run.save_dtype)
-    check_finite(model, run.ranks)
+    check_finite(model, run.ranks, as_float16=files.config.get("dtype") == "float16")
 
     def write() -> None:
         if not run.ranks.is_sharded:
@@ -259,8 +259,13 @@ def _on_saving_ranks(run: Run, action: Callable[[], None]) -> None:
     run_together(action)
 
 
-def check_finite(model: nn.Module, ranks: Ranks) -> None:
+def check_finite(model: nn.Module, ranks: Ranks, as_float16: bool = False) -> None:
     """Check that all parameters are finite, on every rank.
+
+    Args:
+        model: the model.
+        ranks: the ranks of the run.
+        as_float16: also check that float16 can hold them: nothing above 65,504.
 
     Raises:
         UserError: on every rank, if a parameter is not.
@@ -268,13 +273,21 @@ def check_finite(model: nn.Module, ranks: Ranks) -> None:
     names = []
     flags = []
     for name, parameter in model.named_parameters():
+        values = local_shard(parameter)
+        if as_float16:
+            values = values.half()
         names.append(name)
-        flags.append((~torch.isfinite(local_shard(parameter))).any().to(ranks.device))
+        flags.append((~torch.isfinite(values)).any().to(ranks.device))
     if not flags:
         return
     # Each rank has only seen its own shards.
     counts = ranks.accelerator.reduce(torch.stack(flags).int(), reduction="sum")
     for name, count in zip(names, counts.tolist(), strict=True):
+        if count > 0 and as_float16:
+            raise UserError(
+                f"{name} has values that float16 cannot hold, so the model was not written; the "
+                "same command with --save_dtype bfloat16 writes it from the last checkpoint."
+            )
         if count > 0:
             raise UserError(
                 f"{name} has values that are not finite, so nothing was saved; lower "

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from llmtrain.errors import UserError
 from llmtrain.training.run import Run
 from recipes import finetune
 from tests.models.small_models import byte_tokenizer, tiny_llama
@@ -140,3 +141,23 @@ def test_the_best_weights_are_rounded(make_base: MakeBase, train: Train) -> None
     finished = weights_of(run.folder / "model")
     for name, weight in weights_of(checkpoint_model(run, best_step)).items():
         assert torch.equal(finished[name], weight.to(torch.bfloat16)), name
+
+
+# --- weights that a dtype cannot hold
+
+
+def test_weights_beyond_the_chosen_dtype_are_refused_and_another_dtype_ends_the_run(
+    make_base: MakeBase, train: Train, tmp_path: Path
+) -> None:
+    too_large = torch.full((32,), 1e5)  # above the largest number of float16
+    base = make_base("float32", changes={"model.norm.weight": too_large})
+
+    with pytest.raises(UserError, match=r"model\.norm\.weight .*--save_dtype bfloat16") as error:
+        train(base, "--save_dtype float16")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run" / "model").exists()
+
+    run = train(base, "--save_dtype bfloat16")
+    assert run.folder == tmp_path / "run"
+    assert run.resume_point.step == 4
+    assert dtypes_of(run.folder / "model") == {torch.bfloat16}
