@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from llmtrain.commands.row_text import row_text
+from llmtrain.commands.rows import row_text
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 
 # The angle quotes around target tokens, which the tests write as brackets.

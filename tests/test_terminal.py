@@ -9,7 +9,7 @@ import pytest
 
 from llmtrain import console
 from llmtrain.commands import chat, generate
-from llmtrain.commands.row_text import row_text
+from llmtrain.commands.rows import row_text
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from tests.command_line import run_cli
 from tests.lab.seed_runs import write_run
