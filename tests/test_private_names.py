@@ -76,8 +76,6 @@ NAMES = [
     "transformers.PreTrainedModel._init_weights",
     # The names of a model's repeated blocks.
     "transformers.PreTrainedModel._no_split_modules",
-    # Compiles a chat template with all functions that templates use.
-    "transformers.utils.chat_template_utils._compile_jinja_template",
     # The grouped product has no shape inference for float32, which plans need.
     "transformers.integrations.moe._can_use_grouped_mm",
     # A data set in memory is recognised when a run resumes.

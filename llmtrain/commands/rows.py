@@ -136,13 +136,13 @@ def _data_of_run(history: History) -> _Data:
         UserError: if they are not there. The message has a command that makes them again.
     """
     from llmtrain.data.order import Mixture
-    from llmtrain.data.prepare import open_entry
+    from llmtrain.data.tokenized import Tokenized
 
     fingerprint = _fingerprint_of(history)
     # The name is empty if the recipe made its rows itself.
     entry = cache_folder() / Path(str(history.record.get("cache_entry", ""))).name
     try:
-        rows = open_entry(entry)
+        rows = Tokenized.open(entry)
     except OSError:
         command = shlex.join((history.starts or [{}])[-1].get("command") or ["RECIPE"])
         raise UserError(

@@ -9,7 +9,7 @@ A record passes these modules, in this order:
 4. ``chat_template``, ``turns``: it becomes text, in which each turn has a prompt.
    ``text_encoder``, ``render``: the text becomes token sequences with loss masks.
    ``rendering_pool`` does this step in several processes.
-5. ``examples``, ``pairs``: the sequences wait in a temporary file until the length of the rows is
+5. ``examples``: the sequences wait in a temporary file until the length of the rows is
    known. Then the examples that fit are chosen.
 6. ``packing``: examples become rows, which ``tokenized`` describes.
 7. ``order``, ``loader``: the rows of each step become a batch.

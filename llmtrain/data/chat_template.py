@@ -6,8 +6,8 @@ answer without reasoning, and which token ends a turn. Short conversations show 
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal, TypeAlias
 
 from llmtrain.data.messages import (
     REASONING,
@@ -19,9 +19,6 @@ from llmtrain.data.readers import Fields
 from llmtrain.data.tokenizer import EXAMPLE, FastTokenizer, control_tokens_of
 from llmtrain.errors import first_line
 from llmtrain.files import json_text
-
-if TYPE_CHECKING:
-    import jinja2
 
 Span: TypeAlias = tuple[int, int]  # of characters
 # Variables of a template beside the messages and the tools, such as {"enable_thinking": False}.
@@ -56,13 +53,6 @@ _TOOL_RESULT: Message = {
 }
 
 
-class _Compiled(NamedTuple):
-    """A compiled template, and the variables that it always has."""
-
-    template: "jinja2.Template"
-    globals: dict[str, Any]
-
-
 class ChatTemplate:
     """The chat template of a tokenizer, with the properties that rendered examples show.
 
@@ -80,20 +70,47 @@ class ChatTemplate:
         has_marks: whether ``{% generation %}`` blocks mark the text that is trained.
         opens_reasoning: whether a prompt already begins the reasoning.
         has_reasoning_option: whether a prompt can ask for an answer with or without reasoning.
+        end_of_answer: the token that ends an answer, if the template shows none after it.
+        end_of_call: the token that ends a call, likewise.
     """
 
     def __init__(self, tokenizer: FastTokenizer, stop_token_ids: Collection[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self._compiled: dict[tuple[bool, bool], _Compiled] = {}
+        self._special_tokens = tokenizer.special_tokens_map
         self.has_marks = _GENERATION_TAG.search(str(tokenizer.chat_template)) is not None
 
-        self._find_properties()
+        # The type of arguments with which a call is shown once, neither escaped nor as a dictionary
+        # of Python; None if the template shows no calls.
+        self._arguments_type: ArgumentsType | None = None
+        types: tuple[ArgumentsType, ...] = ("string", "object")  # the second is preferred
+        for arguments_type in types:
+            text = self._attempt([_QUESTION, _message_with_calls(arguments_type, _TOWNS[:1])])
+            if text.count(_TOWNS[0]) == 1 and not re.search(r"""'town': |\\"town""", text):
+                self._arguments_type = arguments_type
+
+        turns = [_ANSWER]
+        self._shows_several_calls = False
+        if self._arguments_type is not None:
+            turns.append(_message_with_calls(self._arguments_type, _TOWNS[:1]))
+            calls = _message_with_calls(self._arguments_type, _TOWNS)
+            self._shows_several_calls = _TOWNS[1] in self._attempt([_QUESTION, calls])
+
+        with_reasoning = [{**turn, **dict.fromkeys(REASONING, _THOUGHT)} for turn in turns]
+        texts = [self._attempt([_QUESTION, turn]) for turn in with_reasoning]
+        self._shows_reasoning = any(_THOUGHT in text for text in texts)
+
+        prompt = self._attempt([_QUESTION], add_generation_prompt=True)
+        self.opens_reasoning = OPEN_THINK_TAG.search(prompt) is not None
+        prompts = {
+            self._attempt([_QUESTION], {REASONING_OPTION: value}, add_generation_prompt=True)
+            for value in (True, False)
+        }
+        self.has_reasoning_option = len(prompts) == 2 and "" not in prompts
+
         self.stop_token_ids = self._find_stop_token_ids(stop_token_ids)
         self.control_tokens = control_tokens_of(tokenizer, self.stop_token_ids)
         stop_token = any_of(self.control_tokens[id] for id in self.stop_token_ids)
         self.stop_tokens = re.compile(f"(?:{stop_token.pattern})+")
-
-    # --- from messages to text
 
     def render(
         self,
@@ -101,93 +118,45 @@ class ChatTemplate:
         tools: list[Fields] | None,
         options: TemplateOptions | None = None,
         add_generation_prompt: bool = False,
+        marks: list[Span] | None = None,
     ) -> str:
-        """Render messages.
-
-        ``tokenizer.apply_chat_template`` does the same, but converts all messages each time.
+        """Render messages, as ``tokenizer.apply_chat_template`` does.
 
         Args:
             messages: the messages, which hold JSON values only.
             tools: the tools, likewise.
             options: further variables of the template.
             add_generation_prompt: end the text with the words that ask for an answer.
+            marks: the spans of ``{% generation %}`` blocks are added to it. Finding them takes
+                longer.
 
         Raises:
             BadRecord: if the template raises an error.
         """
-        pieces = self._generate(
-            self._compiled_for(tools, finds_marks=False),
-            messages,
-            tools,
-            options=options,
-            add_generation_prompt=add_generation_prompt,
-        )
-        return "".join(pieces)
+        from transformers.utils import chat_template_utils
 
-    def render_with_marks(
-        self, messages: list[Message], tools: list[Fields] | None
-    ) -> tuple[str, list[Span]]:
-        """Render messages, and return the spans of ``{% generation %}`` blocks, too."""
-        compiled = self._compiled_for(tools, finds_marks=True)
-        environment: Any = compiled.template.environment  # transformers adds a method to it
-        pieces: list[str] = []
-        spans: list[Span] = []
-        with environment.activate_tracker(pieces, spans):
-            # One by one: at each block, the tracker reads what has been written so far.
-            for piece in self._generate(compiled, messages, tools):
-                pieces.append(piece)
-        return "".join(pieces), spans
-
-    def _generate(
-        self,
-        compiled: "_Compiled",
-        messages: list[Message],
-        tools: list[Fields] | None,
-        options: TemplateOptions | None = None,
-        add_generation_prompt: bool = False,
-    ) -> Iterator[str]:
-        variables: Fields = {
-            **compiled.globals,
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **(options or {}),
-        }
+        # Its annotations are narrower than what it takes and returns.
+        render: Any = chat_template_utils.render_jinja_template
+        source = self.tokenizer.get_chat_template(tools=tools)
+        if self.has_marks and marks is None:
+            # Blocks that do nothing: each generation block is a call of a macro, which takes as
+            # long as all else that is rendered of a message.
+            source = _GENERATION_TAG.sub(r"\1\2with\3", source)
         try:
-            # Jinja's own methods make such a dictionary from a chain of mappings, which takes half
-            # as long as to render a short conversation.
-            context = compiled.template.new_context(variables, shared=True)
-            yield from compiled.template.root_render_func(context)
+            [text], all_spans = render(
+                [messages],
+                tools=tools,
+                chat_template=source,
+                return_assistant_tokens_mask=marks is not None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+                **(options or {}),
+            )
         except Exception as error:  # a template can raise any error
             raise BadRecord(f"the chat template refuses it: {first_line(error)}") from None
-
-    def _compiled_for(self, tools: list[Fields] | None, finds_marks: bool) -> "_Compiled":
-        """Return the template for conversations with or without tools.
-
-        If no marks are to be found, generation blocks become blocks that do nothing: each of them
-        is a call of a macro, which takes as long as all else that is rendered of a message.
-        """
-        key = (tools is not None, finds_marks)
-        if key not in self._compiled:
-            from transformers.utils import chat_template_utils
-
-            source = self.tokenizer.get_chat_template(tools=tools)
-            if not finds_marks:
-                source = _GENERATION_TAG.sub(r"\1\2with\3", source)
-            # There is no public function that compiles a template with all that templates use.
-            compiled: Any = chat_template_utils._compile_jinja_template(source)
-            names = {**compiled.globals, **self.tokenizer.special_tokens_map}
-            self._compiled[key] = _Compiled(compiled, names)
-        return self._compiled[key]
-
-    def prompt_options(self, with_reasoning: bool) -> list[TemplateOptions]:
-        """Return the options with which to prompt for a turn, in the order in which to try them."""
-        if self.has_reasoning_option:
-            return [{REASONING_OPTION: with_reasoning}, {}]
-        return [{}]
-
-    # --- messages in the form that the template takes
+        if marks is not None:
+            marks.extend(*all_spans)
+        return str(text)
 
     def adapt(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
         """Bring the calls and the reasoning of messages into the form that the template takes.
@@ -223,8 +192,6 @@ class ChatTemplate:
             all_reasoning.append(reasoning)
         return adapted_messages, all_reasoning
 
-    # --- properties that are found by rendering
-
     def _attempt(
         self,
         messages: list[Message],
@@ -237,35 +204,6 @@ class ChatTemplate:
             return self.render(messages, tools, options, add_generation_prompt)
         except BadRecord:
             return ""
-
-    def _find_properties(self) -> None:
-        # The type of arguments with which a call is shown once, neither escaped nor as a dictionary
-        # of Python; None if the template shows no calls.
-        self._arguments_type: ArgumentsType | None = None
-        types: tuple[ArgumentsType, ...] = ("string", "object")  # the second is preferred
-        for arguments_type in types:
-            text = self._attempt([_QUESTION, _message_with_calls(arguments_type, _TOWNS[:1])])
-            if text.count(_TOWNS[0]) == 1 and not re.search(r"""'town': |\\"town""", text):
-                self._arguments_type = arguments_type
-
-        turns = [_ANSWER]
-        self._shows_several_calls = False
-        if self._arguments_type is not None:
-            turns.append(_message_with_calls(self._arguments_type, _TOWNS[:1]))
-            calls = _message_with_calls(self._arguments_type, _TOWNS)
-            self._shows_several_calls = _TOWNS[1] in self._attempt([_QUESTION, calls])
-
-        with_reasoning = [{**turn, **dict.fromkeys(REASONING, _THOUGHT)} for turn in turns]
-        texts = [self._attempt([_QUESTION, turn]) for turn in with_reasoning]
-        self._shows_reasoning = any(_THOUGHT in text for text in texts)
-
-        prompt = self._attempt([_QUESTION], add_generation_prompt=True)
-        self.opens_reasoning = OPEN_THINK_TAG.search(prompt) is not None
-        prompts = {
-            self._attempt([_QUESTION], {REASONING_OPTION: value}, add_generation_prompt=True)
-            for value in (True, False)
-        }
-        self.has_reasoning_option = len(prompts) == 2 and "" not in prompts
 
     def _find_stop_token_ids(self, stop_token_ids: Collection[int]) -> set[int]:
         """Return all tokens at which an answer ends.
@@ -287,16 +225,16 @@ class ChatTemplate:
             if token.special and token.content.strip()
         }
         special = any_of(special_ids)
-        self._end_of_answer = self._find_end_token(special, _ANSWER, following=_NEXT_QUESTION)
-        self._end_of_call = self._end_of_answer
+        self.end_of_answer = self._find_end_token(special, _ANSWER, following=_NEXT_QUESTION)
+        self.end_of_call = self.end_of_answer
         if self._arguments_type is not None:
             call = _message_with_calls(self._arguments_type, _TOWNS[:1])
-            self._end_of_call = self._find_end_token(special, call, following=_TOOL_RESULT)
+            self.end_of_call = self._find_end_token(special, call, following=_TOOL_RESULT)
 
         after_answer = self.render(EXAMPLE, tools=None).rpartition(EXAMPLE[-1]["content"])[2]
         last_run = re.search(f"(?:{special.pattern})+", after_answer)
         ends = special.findall(last_run[0])[-1:] if last_run else []
-        for end in [*ends, self._end_of_answer, self._end_of_call]:
+        for end in [*ends, self.end_of_answer, self.end_of_call]:
             if end in special_ids:
                 ids.add(special_ids[end])
         return ids
@@ -318,10 +256,6 @@ class ChatTemplate:
             return eos
         after_turn = special.match(longer_text[len(text) :].lstrip())
         return after_turn[0] if after_turn else eos
-
-    def end_token_of(self, message: Message) -> str:
-        """Return the token that ends a turn with this message, if the template shows none."""
-        return self._end_of_call if "tool_calls" in message else self._end_of_answer
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -11,11 +11,9 @@ from llmtrain.config.flags import (
     require_range,
 )
 from llmtrain.data.formats import ConversationFormat, parse_columns
-from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
 from llmtrain.model_folders import tokenizer_folder
 
-_MOST_DEFAULT_PROCESSES = 16  # that render conversations
 _MOST_ROWS = 10_000_000  # in a step: the numbers of its rows are in memory, and it takes days
 _MICRO_BATCH_TOKENS = 4096  # in the default micro-batch, unless one row has more
 
@@ -161,11 +159,6 @@ class DataConfig(BatchConfig):
             )
 
     @property
-    def column_names(self) -> dict[str, str]:
-        """The name of each field in the data by its name in a format: ``--columns``."""
-        return parse_columns(self.columns)
-
-    @property
     def has_own_eval_data(self) -> bool:
         """Whether the eval data are other data sets or splits, not a share of ``--dataset``."""
         return bool(self.eval_dataset) or self.dataset_test_split is not None
@@ -214,11 +207,6 @@ class RowConfig(Config):
     def __post_init__(self) -> None:
         if self.dataset_num_proc is not None:
             require_range(self, "dataset_num_proc", at_least=1)
-
-    @property
-    def rendering_processes(self) -> int:
-        """The number of processes that render conversations."""
-        return self.dataset_num_proc or min(cpu_cores(), _MOST_DEFAULT_PROCESSES)
 
     @property
     def is_packed(self) -> bool:

@@ -44,7 +44,6 @@ from pathlib import Path
 import numpy as np
 
 from llmtrain.data.audit import Audit
-from llmtrain.data.examples import EncodedSource
 from llmtrain.data.packing import LENGTHS, TOKENS_PER_BATCH, TokenStore, create_row_file
 from llmtrain.data.readers import Split
 from llmtrain.data.records import Documents
@@ -60,7 +59,7 @@ _SEGMENT_CHARACTERS = 1 << 16
 _GAP = re.compile(r"(?<!\s)(?=[^\S\x1c-\x1f])")
 
 
-class EncodedCorpus(EncodedSource):
+class EncodedCorpus:
     """The documents of a source as tokens.
 
     A stored sequence is a document with the token that begins it: end-of-text, or the BOS of a
@@ -75,7 +74,7 @@ class EncodedCorpus(EncodedSource):
             white space follows something else.
         columns: the columns of the rows. The labels of text are its tokens, so rows of text alone
             need no column of labels. With ``position_ids``, documents do not attend to each other.
-        folder: the folder of the temporary file.
+        path: the temporary file.
     """
 
     def __init__(
@@ -84,9 +83,10 @@ class EncodedCorpus(EncodedSource):
         tokenizer: FastTokenizer,
         is_trained: bool,
         columns: Sequence[str],
-        folder: Path,
+        path: Path,
     ) -> None:
-        super().__init__(documents, folder)
+        self.records = documents
+        self.store = TokenStore(path)
         self.is_trained = is_trained
         self.columns = columns
         # The tokens before each document, behind each, and behind the last one.
@@ -112,7 +112,11 @@ class EncodedCorpus(EncodedSource):
         self._tokens: list[np.ndarray] = []  # of the first segments of a text
 
     def encode(self) -> None:
-        """Read and encode all documents once; see :class:`EncodedSource`."""
+        """Read and encode all documents once.
+
+        Raises:
+            UserError: if a document cannot be used, or if there is too little training data.
+        """
         if self.records.max_train_samples is not None:
             self.records.divide()
         waiting: list[tuple[str, bool]] = []  # segments, and whether each ends its text

@@ -6,10 +6,9 @@ is written as rows. There are three kinds: conversations and pairs of answers he
 """
 
 import array
-from abc import ABC, abstractmethod
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic
+from typing import Generic
 
 import numpy as np
 
@@ -23,8 +22,10 @@ from llmtrain.data.records import Chat, ReadRecord, Records
 from llmtrain.data.render import AnyRenderer, Rendered, TokenSequence
 from llmtrain.data.rendering_pool import render_all
 from llmtrain.data.turns import THINKING_COUNTS
+from llmtrain.devices import cpu_cores
 from llmtrain.errors import UserError
 
+_MOST_DEFAULT_PROCESSES = 16  # that render conversations
 # The counts of a rendered record that are kept.
 _RENDERED = ("untrained_turns", "hidden_turns", "special_as_text", *THINKING_COUNTS.values())
 # The columns of a table of turns: the sequence, and the fields of a TurnEnd.
@@ -32,42 +33,7 @@ _SEQUENCE, _LENGTH, _TARGETS, _BYTES, _ENDED = range(5)
 _COLUMNS = 5
 
 
-class EncodedSource(ABC):
-    """The records of a source as tokens.
-
-    Args:
-        records: the records.
-        folder: the folder of the temporary file.
-    """
-
-    def __init__(self, records: Records[Any], folder: Path) -> None:
-        self.records = records
-        self.store = TokenStore(folder / "tokens")
-
-    @abstractmethod
-    def encode(self) -> None:
-        """Read and encode all records once.
-
-        Raises:
-            UserError: with the place of a record that cannot be used, if the flags do not say to
-                go on without it.
-        """
-
-    def lengths(self, split: Split) -> np.ndarray:
-        """Return the smallest ``--max_length`` that holds each example; empty for text."""
-        return np.empty(0, np.int64)
-
-    @abstractmethod
-    def write(self, path: Path, split: Split, max_length: int) -> Audit:
-        """Write the rows of a split.
-
-        Raises:
-            UserError: if the flags do not say to go on without an example that is too long, or if
-                no training data are left.
-        """
-
-
-class EncodedChats(EncodedSource, Generic[Chat]):
+class EncodedChats(Generic[Chat]):
     """The conversations of a source as tokens. The assistant's turns are trained.
 
     A conversation is one token sequence, unless the chat template changes earlier turns. Then it
@@ -79,7 +45,7 @@ class EncodedChats(EncodedSource, Generic[Chat]):
         records: the records.
         renderer: renders them.
         config: says how they become rows.
-        folder: the folder of the temporary file.
+        path: the temporary file.
 
     Attributes:
         unit: a word for an example.
@@ -97,9 +63,10 @@ class EncodedChats(EncodedSource, Generic[Chat]):
     digest_note = ""
 
     def __init__(
-        self, records: Records[Chat], renderer: AnyRenderer, config: RowConfig, folder: Path
+        self, records: Records[Chat], renderer: AnyRenderer, config: RowConfig, path: Path
     ) -> None:
-        super().__init__(records, folder)
+        self.records: Records[Chat] = records
+        self.store = TokenStore(path)
         self.renderer = renderer
         self.config = config
         self._records = array.array("q")  # the number of the record of each example
@@ -108,11 +75,16 @@ class EncodedChats(EncodedSource, Generic[Chat]):
         self._counts = {name: array.array("q") for name in _RENDERED}
 
     def encode(self) -> None:
-        """Read and render all records; see :class:`EncodedSource`."""
+        """Read and render all records.
+
+        Raises:
+            UserError: with the place of a record that cannot be used, if the flags do not say to
+                go on without it.
+        """
         if self.records.max_train_samples is not None:
             self.records.divide()
-        items = ((read, read.record) for read in self.records.read())
-        for read, _, rendered in render_all(self.renderer, items, self.config.rendering_processes):
+        processes = self.config.dataset_num_proc or min(cpu_cores(), _MOST_DEFAULT_PROCESSES)
+        for read, rendered in render_all(self.renderer, self.records.read(), processes):
             if isinstance(rendered, BadRecord):
                 self.records.refuse(read.number, read.place, rendered)
                 continue
@@ -142,18 +114,32 @@ class EncodedChats(EncodedSource, Generic[Chat]):
         return lengths
 
     def write(self, path: Path, split: Split, max_length: int) -> Audit:
-        """Write the rows of a split; see :class:`EncodedSource`."""
+        """Write the rows of a split.
+
+        Raises:
+            UserError: if the flags do not say to go on without an example that is too long, or if
+                no training data are left.
+        """
         sequences = self._sequences_in(split)
         complete = self.ends()[sequences]
         width = max_length + self.tokens_beyond
         is_overlong = self.lengths(split) > max_length
         is_dropped = is_overlong & (self.config.overlong == "drop")
         if self.config.overlong == "error" and is_overlong.any():
-            raise self._overlong_error(split, is_overlong, max_length)
+            first = sequences[is_overlong][0]
+            record = self._records[first[0] // self.parts]
+            records = self.records.source.records(self.records.field)
+            place = next(islice(records, record, None)).place
+            tokens = complete[is_overlong][0, : self.own_parts, _LENGTH].max()
+            raise UserError(
+                f"{place}: {tokens:,} tokens are more than --max_length {max_length} allows; raise "
+                "it, or set --overlong drop or truncate."
+            )
 
         ends = complete.copy()
         is_cut = (complete[..., _LENGTH] > width) & ~is_dropped[:, None]
-        ends[is_cut] = self.truncated(sequences[is_cut], width)
+        if is_cut.any():
+            ends[is_cut] = self.truncated(sequences[is_cut], width)
         lengths = ends[..., _LENGTH]
         is_trained = (ends[:, : self.own_parts, _TARGETS] > 0).all(axis=1)
         is_kept = is_trained & ~is_dropped
@@ -223,17 +209,6 @@ class EncodedChats(EncodedSource, Generic[Chat]):
         selected: np.ndarray = sequences[is_in]
         return selected
 
-    def _overlong_error(self, split: Split, is_overlong: np.ndarray, max_length: int) -> UserError:
-        """Return the error that names the first overlong example of a split."""
-        first = self._sequences_in(split)[is_overlong][0]
-        record = self._records[first[0] // self.parts]
-        place = next(islice(self.records.source.records(self.records.field), record, None)).place
-        tokens = self.ends()[first[: self.own_parts], _LENGTH].max()
-        return UserError(
-            f"{place}: {tokens:,} tokens are more than --max_length {max_length} allows; raise it, "
-            "or set --overlong drop or truncate."
-        )
-
     def _count_records(self, audit: Audit, split: Split) -> None:
         """Count the records of a split, those that make no example, and what rendering counted."""
         is_in = self.records.divide()[split]
@@ -279,7 +254,7 @@ class EncodedPairs(EncodedChats[PreferenceRecord]):
         records: the preference records.
         renderer: renders them.
         config: says how they become rows.
-        folder: the folder of the temporary file.
+        path: the temporary file.
         unpaired: the loss takes single answers. Each answer of a pair is then a single one, too.
     """
 
@@ -291,10 +266,10 @@ class EncodedPairs(EncodedChats[PreferenceRecord]):
         records: Records[PreferenceRecord],
         renderer: AnyRenderer,
         config: PairConfig,
-        folder: Path,
+        path: Path,
         unpaired: bool,
     ) -> None:
-        super().__init__(records, renderer, config, folder)
+        super().__init__(records, renderer, config, path)
         self.unit = "answer" if unpaired else "pair"
         self.own_parts = 1 if unpaired else 2
         self.digest_note = f" {unpaired}"

@@ -119,9 +119,6 @@ def rename_columns(sources: Sequence[Source], columns: Mapping[str, str]) -> lis
         UserError: with the place of a record that has only some of the fields, or of the first
             record of all if no source has any.
     """
-    if not columns:
-        return [*sources]  # no record needs to be read
-
     theirs = set(columns.values())
     firsts = [source.first for source in sources if source.first]
     to_rename = [record for record in firsts if theirs & record.fields.keys()]

@@ -41,6 +41,7 @@ class BadRecord(ValueError):  # noqa: N818 - the record is bad
 
 
 def parse_messages(raw_messages: Sequence[object]) -> list[Message]:
+    """Check messages and bring them into the form that chat templates take."""
     return [_message(raw, number) for number, raw in enumerate(raw_messages, start=1)]
 
 

@@ -50,13 +50,15 @@ TOKENS_PER_BATCH = 1 << 22
 class TokenStore:
     """Token sequences in a temporary file, until it is decided which rows they go to.
 
-    A token that is not a target is stored as its bitwise complement, which is negative.
+    A token that is not a target is stored as its bitwise complement, which is negative. So
+    ``np.maximum(stored, ~stored)`` is the token in both cases.
 
     Args:
         path: the file.
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = path.open("w+b")
         self._bounds = array.array("q", [0])
 
@@ -74,9 +76,10 @@ class TokenStore:
         self._bounds.append(self._bounds[-1] + len(ids))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and delete it."""
         with contextlib.suppress(OSError):  # what is left to write may not fit on the disk
             self._file.close()
+        self._path.unlink()
 
     @property
     def bounds(self) -> np.ndarray:
@@ -89,12 +92,6 @@ class TokenStore:
         size = np.dtype(np.int32).itemsize
         content = os.pread(self._file.fileno(), (stop - start) * size, start * size)
         return np.frombuffer(content, np.int32)
-
-
-def decoded_ids(encoded: np.ndarray) -> np.ndarray:
-    """Return the tokens behind stored ones, whether they are targets or not."""
-    ids: np.ndarray = np.maximum(encoded, ~encoded)
-    return ids
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -155,14 +152,6 @@ class Examples:
     stops: np.ndarray
     is_first_desirable: np.ndarray | None = None
 
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    @property
-    def parts(self) -> int:
-        """The number of parts of each example."""
-        return int(self.sequences.shape[1])
-
 
 def write_rows(
     path: Path,
@@ -183,14 +172,15 @@ def write_rows(
             own, and each answer of a pair half a row.
         note: a further text that the hash depends on.
     """
+    count, parts = examples.sequences.shape
     are_pairs = examples.is_first_desirable is not None
     widths = dict.fromkeys(PREFERENCE_COLUMNS if are_pairs else TOKEN_COLUMNS, width)
     if packing:
         rows = best_fit((examples.stops - examples.starts).sum(axis=1), width)
     else:
-        rows = [[example] for example in range(len(examples))]
+        rows = [[example] for example in range(count)]
         widths.pop("position_ids")  # a row with one document needs none
-        widths[LENGTHS] = examples.parts
+        widths[LENGTHS] = parts
 
     first_in_store = store.bounds[examples.sequences]
     starts = first_in_store + examples.starts
@@ -209,18 +199,18 @@ def write_rows(
             write(columns)
 
     digest = hashlib.sha256()
-    for example in range(len(examples)):
-        parts = [tokens_of(example, part) for part in range(examples.parts)]
-        tokens = np.concatenate(parts)
-        digest.update(decoded_ids(tokens).astype("<i4").tobytes())
+    for example in range(count):
+        tokens_of_parts = [tokens_of(example, part) for part in range(parts)]
+        tokens = np.concatenate(tokens_of_parts)
+        digest.update(np.maximum(tokens, ~tokens).astype("<i4").tobytes())
         digest.update(np.packbits(tokens >= 0).tobytes())
         if examples.is_first_desirable is not None:
             shared = examples.starts[example, 1]
             is_desirable = bool(examples.is_first_desirable[example])
-            digest.update(f"{len(parts[0])} {shared} {is_desirable}".encode())
+            digest.update(f"{len(tokens_of_parts[0])} {shared} {is_desirable}".encode())
     digest.update(f"{width} {packing}{note}".encode())
     return Audit(
-        kept=len(examples),
+        kept=count,
         tokens=int(examples.stops.sum()),
         targets=targets,
         shared_tokens=int(examples.starts.sum()),
@@ -251,22 +241,23 @@ def _columns_of(
         Columns, each int32 [rows, width]; ``lengths`` is int32 [rows, parts], and only right if
         rows are not packed.
     """
+    parts = examples.sequences.shape[1]
     shape = (len(rows), width)
     ids = np.zeros(shape, np.int32)
     labels = np.full(shape, IGNORED, np.int32)
     positions = np.zeros(shape, np.int32)
     answers = np.full(shape, PADDING_CODE, np.int32)
-    lengths = np.zeros((len(rows), examples.parts), np.int32)
+    lengths = np.zeros((len(rows), parts), np.int32)
 
-    longest = width // examples.parts  # of a part
+    longest = width // parts  # of a part
     for i, row in enumerate(rows):
         end = 0  # of the tokens in the row so far
         for number_in_row, example in enumerate(row):
-            for part in range(examples.parts):
+            for part in range(parts):
                 tokens = tokens_of(example, part)
                 start = end if packing else part * longest
                 end = start + len(tokens)
-                ids[i, start:end] = decoded_ids(tokens)
+                ids[i, start:end] = np.maximum(tokens, ~tokens)
                 labels[i, start + 1 : end] = np.where(tokens < 0, IGNORED, tokens)[1:]
                 first_position = examples.starts[example, part]
                 positions[i, start:end] = first_position + np.arange(len(tokens))

@@ -7,12 +7,10 @@ import contextlib
 import copy
 import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,25 +20,18 @@ from llmtrain.data.audit import Audit, covering_length
 from llmtrain.data.chat_template import REASONING_OPTION
 from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.corpus import EncodedCorpus
-from llmtrain.data.examples import EncodedChats, EncodedPairs, EncodedSource
-from llmtrain.data.formats import conversation_of, preference_of
-from llmtrain.data.packing import TokenRows
-from llmtrain.data.readers import Source, Split
-from llmtrain.data.records import ChatRecords, Documents, Records, text_of
-from llmtrain.data.render import AnyRenderer, make_renderer
+from llmtrain.data.examples import EncodedChats, EncodedPairs
+from llmtrain.data.readers import Split
+from llmtrain.data.records import Documents, Records, records_of
+from llmtrain.data.render import AnyRenderer, PromptCompletionRenderer, Renderer
 from llmtrain.data.request import DataRequest
-from llmtrain.data.tokenized import DataMetadata, Tokenized, metadata_of
+from llmtrain.data.tokenized import Tokenized, metadata_of
 from llmtrain.errors import UserError, as_user_error, first_line
-from llmtrain.files import (
-    cache_folder,
-    damaged_files,
-    hashes_of,
-    new_folder,
-    read_patiently,
-    read_sealed,
-    write_sealed,
-)
+from llmtrain.files import cache_folder, hashes_of, new_folder, write_sealed
 from llmtrain.locks import file_lock
+
+# The records of a source as tokens, which are encoded once, and written as the rows of each split.
+EncodedSource: TypeAlias = EncodedCorpus | EncodedChats[Any]
 
 
 def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
@@ -54,59 +45,13 @@ def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
     """
     folder = cache_folder() / request.digest()
     with contextlib.suppress(OSError):
-        return open_entry(folder), True
+        return Tokenized.open(folder), True
 
-    _make_locked(folder, request)
-    with as_user_error(f"{folder} cannot be read back", describe=first_line):
-        return open_entry(folder), False
-
-
-# --- cache entries
-
-
-def open_entry(folder: Path) -> Tokenized:
-    """Return the rows of a cache entry.
-
-    Raises:
-        OSError: if it does not exist, or if a file is absent or damaged.
-        UserError: if its disk fails, which is no damage, or if its tokenizer cannot be loaded.
-    """
-    facts_path = folder / "facts.json"
-    facts_path.stat()  # raises OSError if there is no such file
-    facts = read_sealed(facts_path)
-    if not facts:
-        raise OSError("facts.json differs from its hash")
-    damaged = read_patiently(folder, lambda: damaged_files(folder, facts["files"]))
-    if damaged:
-        raise OSError(f"{' '.join(damaged)} differs from its hash")
-
-    metadata = DataMetadata(**facts["metadata"])
-    if facts["metadata"]["audit"]:
-        metadata.audit = Audit(**facts["metadata"]["audit"])
-    if facts["metadata"]["eval_audit"]:
-        metadata.eval_audit = Audit(**facts["metadata"]["eval_audit"])
-    metadata.cache_entry = folder.name
-    train_files = [folder / f"train-{i}.arrow" for i in range(len(metadata.source_rows))]
-    eval_files = [folder / f"eval-{i}.arrow" for i in range(len(metadata.eval_source_rows))]
-    train = TokenRows.open(train_files or eval_files)
-    eval = TokenRows.open(eval_files) if metadata.eval_rows else None
-    is_trained = tok.is_trained(metadata.tokenizer)
-    tokenizer = tok.load_tokenizer(str(folder / "tokenizer"), trained=is_trained)
-    return Tokenized(train, eval, tokenizer, metadata)
-
-
-def _make_locked(folder: Path, request: DataRequest) -> None:
-    """Make a cache entry, unless another process has done so meanwhile.
-
-    Raises:
-        UserError: if the cache folder cannot be written.
-    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(Path(f"{folder}.lock")) as has_lock:
             try:
-                open_entry(folder)
-                return
+                return Tokenized.open(folder), False  # another process has made them meanwhile
             except OSError as error:
                 if folder.exists():
                     note(f"{folder}: {first_line(error)}; its rows are made again")
@@ -121,29 +66,38 @@ def _make_locked(folder: Path, request: DataRequest) -> None:
             f"the cache folder {folder.parent}: {error.strerror or error}; set LLMTRAIN_CACHE to "
             "another."
         ) from None
+    with as_user_error(f"{folder} cannot be read back", describe=first_line):
+        return Tokenized.open(folder), False
+
+
+# --- making a cache entry
 
 
 def _make(folder: Path, request: DataRequest) -> None:
     """Make a cache entry: the tokenizer, if it is trained on the data, and the rows of each source.
 
-    Args:
-        folder: the cache entry. It exists only once it is complete.
-        request: the rows to make.
+    The folder exists only once it is complete.
     """
-    readers = [_reader_of(source, request) for source in request.sources]
+    readers = [
+        records_of(source, request.config, request.chat, request.unpaired)
+        for source in request.sources
+    ]
     tokenizer = request.tokenizer
     if tokenizer is None:
         tokenizer = _train_tokenizer(request, readers)
-    renderer = None
+    renderer: AnyRenderer | None = None
     if request.chat is not None:
-        only_last_turns = isinstance(request.chat, ChatConfig) and request.chat.turns == "last"
-        renderer = make_renderer(tokenizer, request.stop_token_ids, only_last_turns)
+        if tokenizer.chat_template is None:
+            renderer = PromptCompletionRenderer(tokenizer)
+        else:
+            only_last_turns = isinstance(request.chat, ChatConfig) and request.chat.turns == "last"
+            renderer = Renderer(tokenizer, request.stop_token_ids, only_last_turns)
 
     with new_folder(folder) as working, contextlib.ExitStack() as temporary:
         encoded: list[EncodedSource] = []
-        for reader in readers:
-            encoding = temporary.enter_context(TemporaryDirectory(dir=working))
-            source = _encoder_of(reader, tokenizer, renderer, request, Path(encoding))
+        for number, reader in enumerate(readers):
+            path = working / f"tokens-{number}"
+            source = _encoder_of(reader, tokenizer, renderer, request, path)
             temporary.callback(source.store.close)
             source.encode()
             encoded.append(source)
@@ -198,7 +152,8 @@ def _row_length(request: DataRequest, encoded: Sequence[EncodedSource]) -> int:
     if request.max_length != "auto":
         return request.max_length
     split: Split = "train" if request.train_names else "eval"
-    lengths = [source.lengths(split) for source in encoded]
+    chats = [source for source in encoded if isinstance(source, EncodedChats)]
+    lengths = [source.lengths(split) for source in chats]
     # If there are no examples, writing the rows reports that, whatever their length.
     length = max(covering_length(np.concatenate(lengths)), 1)
     return min(length, request.max_positions or length)
@@ -207,57 +162,23 @@ def _row_length(request: DataRequest, encoded: Sequence[EncodedSource]) -> int:
 # --- the stages of each source
 
 
-def _reader_of(source: Source, request: DataRequest) -> Records[Any]:
-    """Return the documents or the records of a source, which it yields when they are encoded."""
-    if request.chat is None or source.format == "text":
-        text_field = request.config.column_names.get("text", "text")
-        return Documents(
-            source,
-            partial(text_of, field=text_field),
-            request.config.eval_fraction,
-            request.config.max_train_samples,
-            field=text_field,
-        )
-
-    read: Callable[..., Any]
-    if isinstance(request.chat, PairConfig):
-        read = partial(preference_of, allows_single=request.unpaired)
-    else:
-        read = partial(conversation_of, format=source.format)
-    return ChatRecords(
-        source,
-        partial(read, has_artificial_nulls=source.has_artificial_nulls),
-        request.config.eval_fraction,
-        request.config.max_train_samples,
-        skips_bad=request.chat.on_bad_row == "skip",
-    )
-
-
 def _encoder_of(
     reader: Records[Any],
     tokenizer: tok.FastTokenizer,
     renderer: AnyRenderer | None,
     request: DataRequest,
-    folder: Path,
+    path: Path,
 ) -> EncodedSource:
-    """Return the object that encodes the records of a source.
-
-    Args:
-        reader: the records.
-        tokenizer: the tokenizer.
-        renderer: renders records that are not text.
-        request: the rows to make.
-        folder: the folder of a temporary file.
-    """
+    """Return the object that encodes the records of a source, with a temporary file at ``path``."""
     if isinstance(reader, Documents):
         is_trained = tok.is_trained(request.spec)
-        return EncodedCorpus(reader, tokenizer, is_trained, request.text_columns, folder)
+        return EncodedCorpus(reader, tokenizer, is_trained, request.text_columns, path)
 
     assert request.chat is not None, "records that are not text have a config"
     assert renderer is not None, "and a renderer"
     if isinstance(request.chat, PairConfig):
-        return EncodedPairs(reader, renderer, request.chat, folder, request.unpaired)
-    return EncodedChats(reader, renderer, request.chat, folder)
+        return EncodedPairs(reader, renderer, request.chat, path, request.unpaired)
+    return EncodedChats(reader, renderer, request.chat, path)
 
 
 def _write_rows(

@@ -54,7 +54,7 @@ class Source:
         name: the name of the source in ``--dataset`` or ``--eval_dataset``.
         fingerprint: returns a hex digest that changes whenever the records may have changed.
         records: yields the records. If it is called with the name of a field, it may leave out all
-            other fields.
+            other fields, and texts without fields become the field of this name.
         flag: the flag that names the source, for error messages.
         has_splits: whether the records are a split that a flag chooses.
         has_artificial_nulls: whether the records come from Arrow's structs, where every struct of a
@@ -81,42 +81,6 @@ class Source:
         """The first record, or ``None`` if there is none. It is read only once."""
         return next(self.records(None), None)
 
-    def changed(self) -> UserError:
-        """Return the error that one pass over the records has read others than another pass."""
-        return UserError(
-            f"{self.flag} {self.name}: the number of records changed while they were read; start "
-            "again when nothing writes to the data."
-        )
-
-
-def read_file(path: Path, kind: str, field: str | None) -> Iterator[Record]:
-    """Yield the records of a file.
-
-    Args:
-        path: the file.
-        kind: a result of :func:`kind_of`: the file is read as files with this suffix are.
-        field: the name of the field that is needed; other fields may be left out. Texts without
-            fields become the field of this name, by default ``text``.
-
-    Raises:
-        UserError: with the file, and the line, row or record that cannot be read.
-    """
-    try:
-        yield from _READERS[kind](path, field)
-    except OSError as error:
-        reason = error.strerror or first_line(error).rstrip(".")
-        raise UserError(
-            f"{path} cannot be read, or is damaged: {reason}; copy or download it again."
-        ) from None
-
-
-def split_suffix(path: Path) -> tuple[str, str]:
-    """Return the end of a file's name in lower case, as (".jsonl", ".gz") or (".jsonl", "")."""
-    suffix = path.suffix.lower()
-    if suffix not in _CODECS:
-        return suffix, ""
-    return Path(path.stem).suffix.lower(), suffix
-
 
 def kind_of(path: Path, text_suffixes: Collection[str] = ()) -> str | None:
     """Return the suffix of the files that are read as this one is, ``None`` if it cannot be read.
@@ -125,10 +89,13 @@ def kind_of(path: Path, text_suffixes: Collection[str] = ()) -> str | None:
         path: the file, of which only the name matters.
         text_suffixes: the suffixes of files that are read as text, whatever they are.
     """
-    suffix, compression = split_suffix(path)
+    suffix = path.suffix.lower()
+    is_compressed = suffix in _CODECS
+    if is_compressed:  # as .jsonl.gz
+        suffix = Path(path.stem).suffix.lower()
     if suffix in text_suffixes:
         return ".txt"
-    is_readable = suffix in _READERS and not (compression and suffix == ".parquet")
+    is_readable = suffix in _READERS and not (is_compressed and suffix == ".parquet")
     return suffix if is_readable else None
 
 
@@ -195,7 +162,13 @@ def file_source(name: str, path: Path, flag: str, text_suffixes: Sequence[str]) 
 
     def records(field: str | None) -> Iterator[Record]:
         for file, kind in readable.items():
-            yield from read_file(file, kind, field)
+            try:
+                yield from _READERS[kind](file, field)
+            except OSError as error:
+                reason = error.strerror or first_line(error).rstrip(".")
+                raise UserError(
+                    f"{file} cannot be read, or is damaged: {reason}; copy or download it again."
+                ) from None
 
     return Source(
         name,
@@ -225,48 +198,34 @@ def digest_of_files(labels: Mapping[Path, str], selection: str = "") -> str:
     return digest.hexdigest()
 
 
-# --- bytes and lines
-
-
-def _open(path: Path) -> BinaryIO:
-    """Open a file for reading, and decompress it if its name says that it is compressed."""
-    _, compression = split_suffix(path)
-    if not compression:
-        return path.open("rb")
-    import pyarrow
-
-    stream = pyarrow.input_stream(path, compression=_CODECS[compression])
-    return cast(BinaryIO, io.BufferedReader(stream))
-
-
 def _lines_of(path: Path) -> Iterator[str]:
-    """Yield the lines of a file, with their line breaks."""
-    with _open(path) as file:
-        for number, raw in enumerate(file, start=1):
-            yield _decode(raw, path, number)
+    """Yield the lines of a file, with their line breaks.
 
-
-def _decode(raw: bytes, path: Path, line: int = 1) -> str:
-    """Decode UTF-8.
-
-    Args:
-        raw: the content of a file, or one line of it.
-        path: the file.
-        line: the number of the first line in ``raw``, from 1.
+    A file is decompressed if its name says that it is compressed.
 
     Raises:
-        UserError: with the number of the line that is not UTF-8.
+        UserError: with the number of a line that is not UTF-8.
     """
-    if line == 1:
-        raw = raw.removeprefix(codecs.BOM_UTF8)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        line += raw.count(b"\n", 0, error.start)
-        byte = raw[error.start]
-        raise UserError(
-            f"{path}, line {line}: byte {byte:#04x} is not UTF-8; convert the file with iconv."
-        ) from None
+    compression = _CODECS.get(path.suffix.lower())
+    if compression is None:
+        file: BinaryIO = path.open("rb")
+    else:
+        import pyarrow
+
+        stream = pyarrow.input_stream(path, compression=compression)
+        file = cast(BinaryIO, io.BufferedReader(stream))
+
+    with file:
+        for number, raw in enumerate(file, start=1):
+            line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+            try:
+                yield line.decode()
+            except UnicodeDecodeError as error:
+                byte = line[error.start]
+                raise UserError(
+                    f"{path}, line {number}: byte {byte:#04x} is not UTF-8; convert the file with "
+                    "iconv."
+                ) from None
 
 
 # --- the kinds of files
@@ -274,9 +233,7 @@ def _decode(raw: bytes, path: Path, line: int = 1) -> str:
 
 def _read_text(path: Path, field: str | None) -> Iterator[Record]:
     """Yield the file as one record, whose only field has the requested name."""
-    with _open(path) as file:
-        raw = file.read()
-    yield Record(str(path), {field or "text": _decode(raw, path)})
+    yield Record(str(path), {field or "text": "".join(_lines_of(path))})
 
 
 def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
@@ -295,9 +252,7 @@ def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
 
 def _read_json(path: Path, field: str | None) -> Iterator[Record]:
     """Yield the records of an array, of the array under the key ``data``, or of JSON Lines."""
-    with _open(path) as file:
-        text = _decode(file.read(), path)
-
+    text = "".join(_lines_of(path))
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

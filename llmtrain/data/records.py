@@ -7,13 +7,21 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
 from llmtrain.console import can_show_bars, check_interrupt
-from llmtrain.data.formats import Conversation, PreferenceRecord
+from llmtrain.data.config import DataConfig, PairConfig, RowConfig
+from llmtrain.data.formats import (
+    Conversation,
+    PreferenceRecord,
+    conversation_of,
+    parse_columns,
+    preference_of,
+)
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.readers import Fields, Source, Split, shown
 from llmtrain.errors import UserError
@@ -123,13 +131,18 @@ class Records(ABC, Generic[R]):
                 measures.extend((np.nan, 0))
                 continue
             if is_used is None:
-                measures.extend(self.measure(record))
+                content, size = self.measure(record)
+                hash_bits = int.from_bytes(hashlib.sha256(content).digest()[:6], "big")
+                measures.extend((hash_bits / 2**48, size))  # the hash as a number in [0, 1)
             yield ReadRecord(number, place, record)
 
         if is_used is None:
             self._splits = self._splits_of(*np.array(measures).reshape(-1, 2).T)
         elif count != len(is_used):
-            raise self.source.changed()
+            raise UserError(
+                f"{self.source.flag} {self.source.name}: the number of records changed while they "
+                "were read; start again when nothing writes to the data."
+            )
 
     def texts(self, split: Split | None = None) -> Iterator[str]:
         """Yield all texts in one split, or in both."""
@@ -145,8 +158,8 @@ class Records(ABC, Generic[R]):
         self.bad.setdefault(number, f"{place}: {error}")
 
     @abstractmethod
-    def measure(self, record: R) -> tuple[float, int]:
-        """Return the hash of a record, in [0, 1), and its size as a part of the eval data."""
+    def measure(self, record: R) -> tuple[bytes, int]:
+        """Return what decides the split of a record, and its size as a part of the eval data."""
 
     @abstractmethod
     def parts(self) -> Iterator[tuple[int, Split | None, str]]:
@@ -196,10 +209,10 @@ class ChatRecords(Records[Chat]):
     unit = "conversation"
     bad_row_hint = "; fix it, or leave such records out with --on_bad_row skip"
 
-    def measure(self, record: Chat) -> tuple[float, int]:
-        """Return the hash of the prompt, and 1."""
+    def measure(self, record: Chat) -> tuple[bytes, int]:
+        """Return the prompt, and 1."""
         hashed = record.prompt or record.messages  # the latter if it begins with an answer
-        return _hash(json_text(hashed, sort_keys=True, default=str).encode()), 1
+        return json_text(hashed, sort_keys=True, default=str).encode(), 1
 
     def parts(self) -> Iterator[tuple[int, None, str]]:
         """Yield the texts of the messages. No record is cut."""
@@ -230,9 +243,9 @@ class Documents(Records[str]):
 
     unit = "text"
 
-    def measure(self, record: str) -> tuple[float, int]:
-        """Return the hash of a document, and the number of its characters."""
-        return _hash(record.encode()), len(record)
+    def measure(self, record: str) -> tuple[bytes, int]:
+        """Return a document, and the number of its characters."""
+        return record.encode(), len(record)
 
     def parts(self) -> Iterator[tuple[int, Split | None, str]]:
         """Yield the documents. The longest one and its copies come last, because they may be cut.
@@ -268,6 +281,41 @@ class Documents(Records[str]):
         return is_eval
 
 
+def records_of(
+    source: Source, config: DataConfig, chat: RowConfig | None, unpaired: bool
+) -> Records[Any]:
+    """Return the documents, conversations or preference records of a source.
+
+    Args:
+        source: the records as fields.
+        config: the share of the eval data, and the field of a text.
+        chat: how records become rows, if any source is not text.
+        unpaired: the loss takes single answers with a label, not only pairs.
+    """
+    if chat is None or source.format == "text":
+        field = parse_columns(config.columns).get("text", "text")
+        return Documents(
+            source,
+            partial(text_of, field=field),
+            config.eval_fraction,
+            config.max_train_samples,
+            field=field,
+        )
+
+    read: Callable[..., Any]
+    if isinstance(chat, PairConfig):
+        read = partial(preference_of, allows_single=unpaired)
+    else:
+        read = partial(conversation_of, format=source.format)
+    return ChatRecords(
+        source,
+        partial(read, has_artificial_nulls=source.has_artificial_nulls),
+        config.eval_fraction,
+        config.max_train_samples,
+        skips_bad=chat.on_bad_row == "skip",
+    )
+
+
 def text_of(fields: Fields, field: str) -> str:
     """Return the text of a record.
 
@@ -290,8 +338,3 @@ def text_of(fields: Fields, field: str) -> str:
             f"field '{field}' holds half of a surrogate pair, which is not valid text"
         ) from None
     return text
-
-
-def _hash(text: bytes) -> float:
-    """Hash a text to a number in [0, 1)."""
-    return int.from_bytes(hashlib.sha256(text).digest()[:6], "big") / 2**48

@@ -10,11 +10,11 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from llmtrain.data.chat_template import ChatTemplate
+from llmtrain.data.chat_template import REASONING_OPTION, ChatTemplate, TemplateOptions
 from llmtrain.data.formats import Conversation, PreferenceRecord
 from llmtrain.data.messages import REASONING, BadRecord, Message
 from llmtrain.data.readers import Fields
-from llmtrain.data.text_encoder import Continuation, TextEncoder
+from llmtrain.data.text_encoder import TextEncoder
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos, control_tokens_of
 from llmtrain.data.turns import Turn, TurnFinder
 
@@ -86,6 +86,9 @@ class Renderer:
         stop_token_ids: the tokens at which the model stops generating, as far as its folder lists
             them.
         only_last_turns: train only the turns after the last user message.
+
+    Attributes:
+        stop_token_ids: the tokens at which an answer ends.
     """
 
     def __init__(
@@ -96,13 +99,9 @@ class Renderer:
     ) -> None:
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, stop_token_ids)
+        self.stop_token_ids = self.template.stop_token_ids
         self.only_last_turns = only_last_turns
         self.encoder = TextEncoder(tokenizer, self.template.control_tokens)
-
-    @property
-    def stop_token_ids(self) -> set[int]:
-        """The tokens at which an answer ends."""
-        return self.template.stop_token_ids
 
     def __call__(self, record: Conversation | PreferenceRecord) -> Rendered:
         """Render a conversation, or the prompt of a preference record with each of its answers.
@@ -171,7 +170,9 @@ class Renderer:
             BadRecord: if the chat template refuses the conversation, or its text cannot be used.
         """
         messages, _, tools, counts = self._escaped(messages, tools)
-        options = {} if thinking is None else self.template.prompt_options(thinking)[0]
+        options: TemplateOptions = {}
+        if thinking is not None and self.template.has_reasoning_option:
+            options = {REASONING_OPTION: thinking}
         text = self.template.render(messages, tools, options, add_generation_prompt=True)
         self.encoder.check_escapes(counts, text)
         return self.encoder.encode(text, has_escapes=counts["special_as_text"] > 0)
@@ -230,7 +231,7 @@ class Renderer:
         prompt = turn.prompt
         if beginning and prompt.startswith(beginning):
             rest = prompt[len(beginning) :]
-            if self.encoder.begins_with_border(rest):
+            if self.encoder.borders.match(rest):
                 known_ids = last.ids[:-1]
                 prompt = rest
 
@@ -245,8 +246,18 @@ class Renderer:
         else:
             last = _EMPTY
 
-        is_trained, target_bytes = self._targets_of(turn, target)
         target_ids = np.array(target.ids, np.int32)
+        if turn.spans is None:
+            is_trained = np.ones(len(target_ids), bool)
+            target_bytes = self.encoder.plain_bytes(turn.target)
+        else:
+            # A token is trained if all of its characters are.
+            is_trained = np.zeros(len(target_ids), bool)
+            target_bytes = 0
+            for trained_start, trained_stop in turn.spans:
+                for token, (start, stop) in enumerate(target.spans):
+                    is_trained[token] |= trained_start <= start and stop <= trained_stop
+                target_bytes += self.encoder.plain_bytes(turn.target[trained_start:trained_stop])
         trained_ids = target_ids[is_trained].tolist()
         has_end = bool(trained_ids) and trained_ids[-1] in self.stop_token_ids
         sequences.append(
@@ -254,26 +265,9 @@ class Renderer:
         )
 
         end = self.encoder.last_border(turn.target)
-        if target.is_joined and self.encoder.is_border(turn.target[end:]):
+        if target.is_joined and self.encoder.borders.fullmatch(turn.target[end:]):
             return turn.prompt + turn.target[:end]
         return ""
-
-    def _targets_of(self, turn: Turn, target: Continuation) -> tuple[np.ndarray, int]:
-        """Find the tokens of a turn that are trained: those that lie in its spans.
-
-        Returns:
-            Whether each token is trained, bool [n], and the UTF-8 bytes of their text without
-            control tokens.
-        """
-        if turn.spans is None:
-            return np.ones(len(target.ids), bool), self.encoder.plain_bytes(turn.target)
-        is_trained = np.zeros(len(target.ids), bool)
-        target_bytes = 0
-        for first, last in turn.spans:
-            for token, (start, stop) in enumerate(target.spans):
-                is_trained[token] |= first <= start and stop <= last
-            target_bytes += self.encoder.plain_bytes(turn.target[first:last])
-        return is_trained, target_bytes
 
 
 class PromptCompletionRenderer:
@@ -313,10 +307,20 @@ class PromptCompletionRenderer:
         texts[1:] = [text.removesuffix(eos) for text in texts[1:]]
         (prompt, *completions), special_as_text = self._escaped(texts)
 
-        sequences = [
-            self._sequence(prompt, completion, has_escapes=special_as_text > 0)
-            for completion in completions
-        ]
+        sequences = []
+        for completion in completions:
+            encoded = self.encoder.encode_after(prompt, completion, special_as_text > 0)
+            prompt_ids = [*self._beginning, *encoded.ids_before]
+            target_ids = [*encoded.ids, int(self.tokenizer.eos_token_id)]
+            sequence = _with_turn(
+                _EMPTY,
+                np.array(prompt_ids, np.int32),
+                np.array(target_ids, np.int32),
+                is_trained=np.ones(len(target_ids), bool),
+                target_bytes=self.encoder.plain_bytes(completion),
+                has_end=True,
+            )
+            sequences.append(sequence)
         return Rendered(sequences, counts=Counter(special_as_text=special_as_text))
 
     def prompt(self, text: str) -> list[int]:
@@ -340,32 +344,8 @@ class PromptCompletionRenderer:
         self.encoder.check_escapes(counts)
         return escaped, counts["special_as_text"]
 
-    def _sequence(self, prompt: str, completion: str, has_escapes: bool) -> TokenSequence:
-        encoded = self.encoder.encode_after(prompt, completion, has_escapes)
-        prompt_ids = [*self._beginning, *encoded.ids_before]
-        target_ids = [*encoded.ids, int(self.tokenizer.eos_token_id)]
-        return _with_turn(
-            _EMPTY,
-            np.array(prompt_ids, np.int32),
-            np.array(target_ids, np.int32),
-            is_trained=np.ones(len(target_ids), bool),
-            target_bytes=self.encoder.plain_bytes(completion),
-            has_end=True,
-        )
-
 
 AnyRenderer: TypeAlias = Renderer | PromptCompletionRenderer
-
-
-def make_renderer(
-    tokenizer: FastTokenizer,
-    stop_token_ids: Collection[int] = (),
-    only_last_turns: bool = False,
-) -> AnyRenderer:
-    """Return the renderer for a tokenizer, which uses its chat template if it has one."""
-    if tokenizer.chat_template is None:
-        return PromptCompletionRenderer(tokenizer)
-    return Renderer(tokenizer, stop_token_ids, only_last_turns)
 
 
 def _with_turn(

@@ -11,6 +11,7 @@ from llmtrain.config.flags import flags_of
 from llmtrain.console import say
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
+from llmtrain.data.formats import parse_columns
 from llmtrain.data.order import counts_per_period
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.readers import Source
@@ -131,7 +132,7 @@ class DataRequest:
             "max_positions": self.max_positions if self.max_length == "auto" else None,
             "eval_fraction": None if config.has_own_eval_data else config.eval_fraction,
             "max_train_samples": config.max_train_samples,
-            "columns": sorted(config.column_names.items()),
+            "columns": sorted(parse_columns(config.columns).items()),
             "sources": sources,
             "tokenizer": tokenizer,
             "stop_token_ids": self.stop_token_ids,
@@ -178,7 +179,7 @@ def _check_record_flags(
 ) -> None:
     """Raise :class:`UserError` if a flag does not fit the records, or has no effect on them."""
     formats = {source.format for source in sources}
-    columns = config.column_names
+    columns = parse_columns(config.columns)
     kind = "text"
     useless = []
     if formats == {"text"}:

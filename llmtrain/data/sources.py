@@ -21,6 +21,7 @@ from llmtrain.data.formats import (
     PREFERENCE_FORMATS,
     detect_format,
     is_plain_text,
+    parse_columns,
     rename_columns,
 )
 from llmtrain.data.readers import (
@@ -76,18 +77,21 @@ def requested_sources(
         eval = [open_source(name, config, is_eval=True) for name in names]
         if not config.eval_dataset:
             eval = [source for source in eval if source.has_splits]
-    for name, sources in (("dataset_train_split", train), ("dataset_test_split", eval)):
+    for name, of_flag in (("dataset_train_split", train), ("dataset_test_split", eval)):
         split = getattr(config, name)
-        if split is not None and not any(source.has_splits for source in sources):
+        if split is not None and not any(source.has_splits for source in of_flag):
             raise UserError(
                 f"--{name} {split}: none of the data sets has splits, which data sets of the hub "
                 "and folders have; leave the flag out, or name eval files with --eval_dataset."
             )
 
-    columns = config.column_names
+    columns = parse_columns(config.columns)
     columns.pop("text", None)
+    sources = [*train, *eval]
+    if columns:
+        sources = rename_columns(sources, columns)
     requested = []
-    for number, source in enumerate(rename_columns([*train, *eval], columns)):
+    for number, source in enumerate(sources):
         only_split: Split | None = None
         if eval:
             only_split = "train" if number < len(train) else "eval"
@@ -303,22 +307,11 @@ def records_source(records: PythonRecords, fingerprint: str | None = None) -> So
     """
     datasets = sys.modules.get("datasets")  # whoever has such an object has imported its module
     if datasets is not None and isinstance(records, datasets.Dataset):
-        source = _dataset_source("records", lambda: records, place="records, row")
-    else:
-        source = _iterated_source(records)
-    if fingerprint is None or not callable(records):
-        return source
-    # Other functions may use the same name.
-    digest = hashlib.sha256(f"{_definition_of(records)} {fingerprint}".encode()).hexdigest()
-    return replace(source, fingerprint=lambda: digest)
-
-
-def _iterated_source(records: PythonRecords) -> Source:
-    """Return the records that a function or a list yields."""
+        return _dataset_source("records", lambda: records, place="records, row")
     if callable(records):
-        function = records
+        read = records
     elif isinstance(records, list | tuple):
-        function = functools.partial(iter, records)
+        read = functools.partial(iter, records)
     else:
         raise UserError(
             f"tokenize(records=...) cannot read a {type(records).__name__}, because it reads "
@@ -327,22 +320,22 @@ def _iterated_source(records: PythonRecords) -> Source:
         )
     name = getattr(records, "__name__", "records")  # of a function; some callables have none
 
-    def digest_of_records() -> str:
-        digest = hashlib.sha256()
-        for record in function():
-            digest.update(json_text(record, default=repr).encode() + b"\n")
-        return digest.hexdigest()
+    def digest() -> str:
+        if callable(records) and fingerprint is not None:
+            # Other functions may use the same fingerprint.
+            definition = type(records).__qualname__
+            code = getattr(records, "__code__", None)
+            if code is not None:
+                definition = f"{code.co_filename}:{code.co_firstlineno}"
+            return hashlib.sha256(f"{definition} {fingerprint}".encode()).hexdigest()
+
+        content = hashlib.sha256()
+        for record in read():
+            content.update(json_text(record, default=repr).encode() + b"\n")
+        return content.hexdigest()
 
     return Source(
         name,
-        fingerprint=digest_of_records,
-        records=lambda field: numbered(function(), f"{name}, record", field),
+        fingerprint=digest,
+        records=lambda field: numbered(read(), f"{name}, record", field),
     )
-
-
-def _definition_of(records: object) -> str:
-    """Return where a function is defined, or the class of something else."""
-    code = getattr(records, "__code__", None)
-    if code is None:
-        return type(records).__qualname__
-    return f"{code.co_filename}:{code.co_firstlineno}"

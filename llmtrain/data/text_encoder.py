@@ -58,6 +58,11 @@ class TextEncoder:
     Args:
         tokenizer: the tokenizer.
         control_tokens: the id and the text of each token that only a template may write.
+
+    Attributes:
+        borders: matches a control token at which every text is divided. The tokens from there on do
+            not depend on the text before it, nor do the tokens before it depend on the text from
+            there on.
     """
 
     def __init__(self, tokenizer: FastTokenizer, control_tokens: Mapping[int, str]) -> None:
@@ -72,15 +77,24 @@ class TextEncoder:
         backend.encode_special_tokens = False
         backend.post_processor = None
         self._backend: Tokenizer = backend
-        self._borders = any_of(self._find_border_texts())
+
+        borders = []
+        added_tokens: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+        for id, text in control_tokens.items():
+            token = added_tokens.get(id)
+            if token is None or token.single_word or token.lstrip or token.rstrip:
+                continue
+            if token.normalized and backend.normalizer is not None:
+                continue
+            if text == text.strip():
+                borders.append(text)
+        self.borders = any_of(borders)
+        self._encode_often = functools.lru_cache(_REMEMBERED_TEXTS)(self.encode)
         self._unescaping = {
             _ESCAPED_PLANE + ord(text[0]): text[0]
             for text in control_tokens.values()
             if ord(text[0]) < _PLANE_SIZE
         }
-        self._encode_often = functools.lru_cache(_REMEMBERED_TEXTS)(self.encode)
-
-    # --- from messages to text
 
     def escaped(self, value: Any, counts: Counter[str]) -> Any:
         """Return a JSON value whose texts hold no control tokens: their first characters are moved.
@@ -99,7 +113,15 @@ class TextEncoder:
         """
         if isinstance(value, str):
             value.encode()
-            return self._escaped_text(value, counts)
+            if not value.isascii() and _PRIVATE_USE.search(value):
+                counts["private_use"] += 1
+            count = 1
+            while count:  # tokens may overlap, so one may be left when another has been moved
+                value, count = self._controls.subn(
+                    lambda match: _moved(match, _ESCAPED_PLANE), value
+                )
+                counts["special_as_text"] += count
+            return value
         if isinstance(value, dict):
             return {
                 self.escaped(key, counts): self.escaped(inner, counts)
@@ -110,15 +132,6 @@ class TextEncoder:
         if value is None or isinstance(value, (bool, int, float)):
             return value
         return f"<{type(value).__name__}>"
-
-    def _escaped_text(self, text: str, counts: Counter[str]) -> str:
-        if not text.isascii() and _PRIVATE_USE.search(text):
-            counts["private_use"] += 1
-        count = 1
-        while count:  # tokens may overlap, so one may be left when another has been moved
-            text, count = self._controls.subn(lambda match: _moved(match, _ESCAPED_PLANE), text)
-            counts["special_as_text"] += count
-        return text
 
     def check_escapes(self, counts: Counter[str], rendered: str = "") -> None:
         """Check that all characters that were moved can be moved back.
@@ -144,8 +157,6 @@ class TextEncoder:
         """Return the UTF-8 bytes of a text without its control tokens."""
         without_controls = self._controls.sub("", text)
         return len(without_controls.translate(self._unescaping).encode())
-
-    # --- from text to tokens
 
     def encode(self, text: str, has_escapes: bool = False) -> list[int]:
         """Return the tokens of a text.
@@ -212,44 +223,17 @@ class TextEncoder:
         return Continuation(ids, following_ids, spans, is_joined=False)
 
     def last_border(self, text: str) -> int:
-        """Return the first character of the last control token at which every text is divided.
-
-        The tokens from there on do not depend on the text before it, nor do the tokens before it
-        depend on the text from there on. Without such a token, it is 0.
-        """
+        """Return where the last border of a text begins; 0 if it has none."""
         start = 0
-        for border in self._borders.finditer(text):
+        for border in self.borders.finditer(text):
             start = border.start()
         return start
-
-    def begins_with_border(self, text: str) -> bool:
-        """Return whether a text begins with such a control token."""
-        return self._borders.match(text) is not None
-
-    def is_border(self, text: str) -> bool:
-        """Return whether a text is such a control token."""
-        return self._borders.fullmatch(text) is not None
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of tokens, without control tokens."""
         ordinary = [id for id in ids if id not in self._control_texts]
         text: str = self._backend.decode(ordinary, skip_special_tokens=False)
         return text
-
-    def _find_border_texts(self) -> list[str]:
-        added_tokens: dict[int, AddedToken] = self._backend.get_added_tokens_decoder()
-        borders = []
-        for id, text in self._control_texts.items():
-            token = added_tokens.get(id)
-            if token is None or token.single_word or token.lstrip or token.rstrip:
-                continue
-            if token.normalized and self._backend.normalizer is not None:
-                continue
-            if text == text.strip():
-                borders.append(text)
-        return borders
-
-    # --- text with escapes
 
     def _encode_escaped(self, text: str) -> "tuple[list[int], Encoding]":
         backend, original_ids = self._copied_backend

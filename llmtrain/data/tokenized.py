@@ -12,6 +12,7 @@ from llmtrain.data.order import BATCHES_PER_MEGABATCH, Mixture
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS, Rows, TokenRows, as_matrices
 from llmtrain.data.readers import kind_of
 from llmtrain.errors import UserError
+from llmtrain.files import damaged_files, read_patiently, read_sealed
 from llmtrain.interfaces.batches import IGNORED
 from llmtrain.model_folders import vocabulary_of
 
@@ -203,6 +204,40 @@ class Tokenized:
     def positions(self) -> int:
         """The number of positions of a row that predict something."""
         return len(self.train[0]["input_ids"]) - 1
+
+    @classmethod
+    def open(cls, folder: Path) -> "Tokenized":
+        """Return the rows of a cache entry.
+
+        Raises:
+            OSError: if it does not exist, or if a file is absent or damaged.
+            UserError: if its disk fails, which is no damage, or if its tokenizer cannot be loaded.
+        """
+        facts_path = folder / "facts.json"
+        facts_path.stat()  # raises OSError if there is no such file
+        facts = read_sealed(facts_path)
+        if not facts:
+            raise OSError("facts.json differs from its hash")
+        damaged = read_patiently(folder, lambda: damaged_files(folder, facts["files"]))
+        if damaged:
+            raise OSError(f"{' '.join(damaged)} differs from its hash")
+
+        metadata = DataMetadata(**facts["metadata"])
+        if facts["metadata"]["audit"]:
+            metadata.audit = Audit(**facts["metadata"]["audit"])
+        if facts["metadata"]["eval_audit"]:
+            metadata.eval_audit = Audit(**facts["metadata"]["eval_audit"])
+        metadata.cache_entry = folder.name
+        train_files = [folder / f"train-{i}.arrow" for i in range(len(metadata.source_rows))]
+        eval_files = [folder / f"eval-{i}.arrow" for i in range(len(metadata.eval_source_rows))]
+        return cls(
+            train=TokenRows.open(train_files or eval_files),
+            eval=TokenRows.open(eval_files) if metadata.eval_rows else None,
+            tokenizer=tok.load_tokenizer(
+                str(folder / "tokenizer"), trained=tok.is_trained(metadata.tokenizer)
+            ),
+            metadata=metadata,
+        )
 
     @classmethod
     def of(

@@ -74,7 +74,15 @@ def train_tokenizer(
     size = vocabulary_size(spec)
     kind = spec.partition(":")[0]
     if kind == "char":
-        return _char_tokenizer(all_texts())
+        characters: set[str] = set()
+        for text in all_texts():
+            characters.update(text)
+        vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *sorted(characters)])}
+        tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=END_OF_TEXT))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.add_special_tokens([END_OF_TEXT])
+        return tokenizer
 
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -87,20 +95,6 @@ def train_tokenizer(
     )
     # Without texts there are no merges, so every token is a byte.
     tokenizer.train_from_iterator(train if kind == "bpe" else [], trainer)
-    return tokenizer
-
-
-def _char_tokenizer(texts: Iterable[str]) -> tokenizers.Tokenizer:
-    """Make a tokenizer with one token for each character in the texts."""
-    characters: set[str] = set()
-    for text in texts:
-        characters.update(text)
-
-    vocabulary = {token: i for i, token in enumerate([END_OF_TEXT, *sorted(characters)])}
-    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=END_OF_TEXT))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer
 
 

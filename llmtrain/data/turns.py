@@ -81,7 +81,8 @@ class TurnFinder:
 
         self._marks: list[Span] | None = None
         if template.has_marks:
-            self.complete, self._marks = template.render_with_marks(self._messages, tools)
+            self._marks = []
+            self.complete = template.render(self._messages, tools, marks=self._marks)
             self._texts[len(messages), False, None] = self.complete
         else:
             self.complete = self.text(len(messages), {})
@@ -126,19 +127,24 @@ class TurnFinder:
         reasoning comes first, and is taken only if the target shows the reasoning.
         """
         reasoning = self._reasoning[index]
+        attempts: list[tuple[bool, TemplateOptions]] = []
         for with_reasoning in [True, False] if reasoning else [False]:
-            for options in self._template.prompt_options(with_reasoning):
-                shown = self._after_prompt(index, options) or self._after_request(index, options)
-                if shown is None or (with_reasoning and reasoning not in shown[1]):
-                    continue
-                turn = self._cut(index, *shown)
-                if turn is None:
-                    return None
-                texts = (self._messages[index]["content"].strip(), reasoning)
-                counts["hidden_turns"] += any(text not in turn.target for text in texts)
-                if self._template.has_reasoning_option:
-                    counts[THINKING_COUNTS[options.get(REASONING_OPTION)]] += 1
-                return turn
+            if self._template.has_reasoning_option:
+                attempts.append((with_reasoning, {REASONING_OPTION: with_reasoning}))
+            attempts.append((with_reasoning, {}))
+
+        for with_reasoning, options in attempts:
+            shown = self._after_prompt(index, options) or self._after_request(index, options)
+            if shown is None or (with_reasoning and reasoning not in shown[1]):
+                continue
+            turn = self._cut(index, *shown)
+            if turn is None:
+                return None
+            texts = (self._messages[index]["content"].strip(), reasoning)
+            counts["hidden_turns"] += any(text not in turn.target for text in texts)
+            if self._template.has_reasoning_option:
+                counts[THINKING_COUNTS[options.get(REASONING_OPTION)]] += 1
+            return turn
         counts["untrained_turns"] += 1
         return None
 
@@ -218,11 +224,18 @@ class TurnFinder:
             target = target[: end.end()]
         else:
             target = target.rstrip()
-            end_token = self._template.end_token_of(self._messages[index])
+            is_call = "tool_calls" in self._messages[index]
+            end_token = self._template.end_of_call if is_call else self._template.end_of_answer
 
         spans = [(0, len(target))]
         if self._marks is not None and self.complete.startswith(prompt + target):
-            spans = _clipped(self._marks, start=len(prompt), length=len(target))
+            # The parts of the marks that lie in the target, counted from its beginning.
+            spans = []
+            for first, last in self._marks:
+                first_inside = max(first - len(prompt), 0)
+                last_inside = min(last - len(prompt), len(target))
+                if first_inside < last_inside:
+                    spans.append((first_inside, last_inside))
         if not spans:
             return None
         if spans == [(0, len(target))]:
@@ -241,14 +254,3 @@ class TurnFinder:
                 self._messages[:count], self._tools, options, add_generation_prompt
             )
         return self._texts[key]
-
-
-def _clipped(spans: list[Span], start: int, length: int) -> list[Span]:
-    """Return the parts of spans that lie in a section of the text, counted from its ``start``."""
-    clipped = []
-    for first, last in spans:
-        first_inside = max(first - start, 0)
-        last_inside = min(last - start, length)
-        if first_inside < last_inside:
-            clipped.append((first_inside, last_inside))
-    return clipped

@@ -184,7 +184,8 @@ SCOPED = """
 def test_a_block_has_its_own_variables():
     template = ChatTemplate(make(SCOPED))
 
-    text, spans = template.render_with_marks(TWO_TURNS.messages, None)
+    spans: list[tuple[int, int]] = []
+    text = template.render(TWO_TURNS.messages, None, marks=spans)
 
     assert text == template.render(TWO_TURNS.messages, None) == "1a?!2b?!3c?!4d?!"
     assert [text[start:stop] for start, stop in spans] == ["1a?", "2b?", "3c?", "4d?"]

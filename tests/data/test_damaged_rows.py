@@ -135,7 +135,7 @@ def test_if_damaged_rows_cannot_be_made_again_one_line_says_so(tmp_path, cache, 
     def refuse(*arguments: object) -> None:
         raise UserError("the hub cannot be reached")
 
-    monkeypatch.setattr(prepare, "_reader_of", refuse)
+    monkeypatch.setattr(prepare, "records_of", refuse)
     with pytest.raises(UserError, match="the hub cannot be reached"):
         text(tmp_path)
     assert path.read_bytes() == before

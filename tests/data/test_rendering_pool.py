@@ -15,6 +15,7 @@ import pytest
 from llmtrain.data import rendering_pool
 from llmtrain.data.formats import preference_of
 from llmtrain.data.messages import BadRecord
+from llmtrain.data.records import ReadRecord
 from llmtrain.data.render import PromptCompletionRenderer, Rendered, Renderer
 from llmtrain.data.rendering_pool import render_all
 from llmtrain.data.tokenizer import set_template
@@ -23,7 +24,7 @@ from tests.data.chats import assert_same_rendering, chat, make
 from tests.data.random_conversations import random_conversation
 from tests.launching import ROOT
 
-PREFERENCE = preference_of({"prompt": "a", "chosen": "b", "rejected": "c"})
+PREFERENCE = ReadRecord(0, "line", preference_of({"prompt": "a", "chosen": "b", "rejected": "c"}))
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks processes")
 
@@ -48,10 +49,9 @@ def renderer() -> Renderer:
     return Renderer(tokenizer, only_last_turns=True)
 
 
-def chats(count: int) -> list[tuple[str, Any]]:
-    """Return conversations after their places."""
+def chats(count: int) -> list[ReadRecord[Any]]:
     generator = random.Random(count)
-    return [(f"line {i}", random_conversation(generator)) for i in range(count)]
+    return [ReadRecord(i, f"line {i}", random_conversation(generator)) for i in range(count)]
 
 
 def assert_same_result(result: Rendered | BadRecord, expected: Rendered | BadRecord) -> None:
@@ -67,8 +67,7 @@ def assert_same_result(result: Rendered | BadRecord, expected: Rendered | BadRec
 
 
 def test_several_processes_give_the_results_of_one_in_the_same_order():
-    bad = chat("a\ud83d", "b")
-    items = [*chats(60), ("bad", bad), ("preference", PREFERENCE), *chats(8)]
+    items = [*chats(60), ReadRecord(60, "bad", chat("a\ud83d", "b")), PREFERENCE, *chats(8)]
     before = children()
 
     serial = list(render_all(renderer(), iter(items), processes=1))
@@ -77,10 +76,10 @@ def test_several_processes_give_the_results_of_one_in_the_same_order():
     assert len(children() - before) == 2
     results = [first, *parallel]
 
-    assert [(place, item) for place, item, _ in results] == items
-    for (_, _, result), (_, _, expected) in zip(results, serial, strict=True):
+    assert [read for read, _ in results] == items
+    for (_, result), (_, expected) in zip(results, serial, strict=True):
         assert_same_result(result, expected)
-    _, _, bad_result = results[60]
+    _, bad_result = results[60]
     assert isinstance(bad_result, BadRecord)
     assert not children() - before
 
@@ -101,17 +100,17 @@ class CannotBeSent(PromptCompletionRenderer):
 
 def test_a_renderer_need_not_be_sent_to_other_processes():
     plain_text = CannotBeSent(make())
-    results = list(render_all(plain_text, [("line", PREFERENCE)] * 40, processes=2))
+    results = list(render_all(plain_text, [PREFERENCE] * 40, processes=2))
 
     assert len(results) == 40
-    for _, _, result in results:
-        assert_same_result(result, plain_text(PREFERENCE))
+    for _, result in results:
+        assert_same_result(result, plain_text(PREFERENCE.record))
 
 
 # --- errors and interruptions
 
 
-def failing_source(count: int) -> Iterator[tuple[str, Any]]:
+def failing_source(count: int) -> Iterator[ReadRecord[Any]]:
     """Yield some conversations, and raise an error."""
     yield from chats(count)
     raise UserError("the next line is not JSON")
@@ -149,7 +148,7 @@ import itertools, sys, time
 from tests.data.test_rendering_pool import PREFERENCE, children, make, rendering_pool
 from llmtrain.data.render import PromptCompletionRenderer
 rendering_pool.FEWEST_FOR_PROCESSES = 30
-items = itertools.repeat(("line", PREFERENCE))
+items = itertools.repeat(PREFERENCE)
 next(rendering_pool.render_all(PromptCompletionRenderer(make()), items, processes=2))
 results = rendering_pool.render_all(PromptCompletionRenderer(make()), items, processes=2)
 next(results)

@@ -108,7 +108,7 @@ def turn_by_turn_renderer(
 ) -> Renderer:
     """Return a renderer that encodes each prompt and each turn by itself, without the shortcut."""
     renderer = Renderer(tokenizer, stop_token_ids)
-    renderer.encoder._borders = any_of([])
+    renderer.encoder.borders = any_of([])
     return renderer
 
 
