@@ -286,8 +286,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 # --- steps that change nothing if their gradient is not finite, which the device decides
 #
 # If the host decided, it would have to wait for the norm, and the device would then wait for the
-# host. The fused optimizers of torch can decide on the device: torch.amp.GradScaler sets `found_inf`
-# on them. The optimizers of this package take it, too.
+# host. The fused optimizers of torch can decide on the device: torch.amp.GradScaler sets
+# `found_inf` on them. The optimizers of this package take it, too.
 
 # Other fused optimizers are not safe: SGD leaves its momentum uninitialised if it skips its first
 # step.
