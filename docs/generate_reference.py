@@ -12,6 +12,7 @@ import runpy
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 from llmtrain.cli import GROUPS, build_parser
 from llmtrain.config.command_line import recipe_parser
@@ -26,9 +27,7 @@ _MARK = "<!-- python docs/generate_reference.py writes this page -->"
 
 def pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
-    texts = {f"{recipe}.md": _recipe_page(recipe) for recipe in RECIPES}
-    texts["commands.md"] = _commands_page()
-    return texts
+    return {"flags.md": _flags_page(), "commands.md": _commands_page()}
 
 
 def main() -> None:
@@ -36,32 +35,54 @@ def main() -> None:
         (FOLDER / name).write_text(text)
 
 
-# --- recipes
+# --- flags of the recipes
+
+FlagByRecipe: TypeAlias = dict[str, Flag]
 
 
-def _recipe_page(recipe: str) -> str:
-    module = runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))
-    summary = module["__doc__"].strip().split("\n\n")[0]
+def _flags_page() -> str:
     lines = [
-        f"# Flags of recipes/{recipe}.py",
+        "# Flags of the recipes",
         "",
         _MARK,
         "",
-        summary,
-        "",
-        f"`python recipes/{recipe}.py --help` lists the flags that most runs need, and `--help_all` "
-        "all of them. Flags marked with \\* are in `--help_all` only. In a YAML file for `--config`, "
-        "a flag is a key without its dashes, and `--no_NAME` is `NAME: false`.",
+        "Each flag stands here once, with the recipes that have it. `python recipes/gpt.py --help` "
+        "lists the flags that most runs need, and `--help_all` all of them; those are marked with "
+        "\\*. In a YAML file for `--config`, a flag is a key without its dashes, and `--no_NAME` is "
+        "`NAME: false`.",
         "",
     ]
-    parser = recipe_parser(configs_of(module["DEFAULTS"]))
-    for title, flags in parser.sections.items():
+    for title, flags in _flags_by_section().items():
         lines += [f"## {title[0].upper()}{title[1:]}", ""]
-        lines += _table(["Flag", "Meaning"], map(_flag_row, flags))
+        for recipes in dict.fromkeys(tuple(flag_by_recipe) for flag_by_recipe in flags.values()):
+            if recipes != RECIPES:
+                names = " and ".join(f"`{recipe}.py`" for recipe in recipes)
+                lines += [f"Only in {names}:", ""]
+            lines += [_flag_line(flag) for flag in flags.values() if tuple(flag) == recipes]
+            lines.append("")
     return "\n".join(lines)
 
 
-def _flag_row(flag: Flag) -> list[str]:
+def _flags_by_section() -> dict[str, dict[str, FlagByRecipe]]:
+    """Return the flags by the title of their section and by their name."""
+    sections_by_recipe = {}
+    for recipe in RECIPES:
+        module = runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))
+        sections_by_recipe[recipe] = recipe_parser(configs_of(module["DEFAULTS"])).sections
+
+    # The last recipe has all sections.
+    sections: dict[str, dict[str, FlagByRecipe]] = {
+        title: {} for title in sections_by_recipe[RECIPES[-1]]
+    }
+    for recipe, recipe_sections in sections_by_recipe.items():
+        for title, flags in recipe_sections.items():
+            for flag in flags:
+                sections[title].setdefault(flag.name, {})[recipe] = flag
+    return sections
+
+
+def _flag_line(flag_by_recipe: FlagByRecipe) -> str:
+    flag = next(iter(flag_by_recipe.values()))
     value = "" if flag.choices or flag.kind is bool else flag.metavar
     if value and flag.takes_list:
         value += " ..."
@@ -69,15 +90,33 @@ def _flag_row(flag: Flag) -> list[str]:
     if flag.metadata["hidden"]:
         name += " \\*"
 
-    meaning = _with_code(flag.metadata["help"])
+    # If the help texts of two recipes differ, the longer one has the default of its recipe.
+    meaning = min((flag.metadata["help"] for flag in flag_by_recipe.values()), key=len)
+    text = _with_code(meaning)
     if flag.choices:
-        meaning += f" ({_code(flag.choices)})"
+        text += f" ({_code(flag.choices)})"
     if flag.metadata["alias"]:
-        meaning += f"; also called `--{flag.metadata['alias']}`"
-    default = text_of(flag.default)
-    if default:
-        meaning += f" (default: `{default}`)"
-    return [name, meaning]
+        text += f"; also called `--{flag.metadata['alias']}`"
+    if "(default: " not in meaning:
+        text += _defaults(flag_by_recipe)
+    return _item(name, text)
+
+
+def _defaults(flag_by_recipe: FlagByRecipe) -> str:
+    """Return the default of a flag in parentheses, by recipe if they differ."""
+    default_by_recipe = {recipe: _default(flag) for recipe, flag in flag_by_recipe.items()}
+    defaults = set(default_by_recipe.values())
+    if defaults <= {"", "False"}:
+        return ""
+    if len(defaults) == 1:
+        return f" (default: `{defaults.pop()}`)"
+    texts = [f"{recipe} `{text}`" for recipe, text in default_by_recipe.items() if text]
+    return f" (default: {', '.join(texts)})"
+
+
+def _default(flag: Flag) -> str:
+    is_auto = flag.default is None and flag.kind is bool
+    return "auto" if is_auto else text_of(flag.default)
 
 
 # --- commands
@@ -121,14 +160,13 @@ def _command_section(name: str, command: argparse.ArgumentParser) -> list[str]:
         "```",
         "",
     ]
-    rows = []
     for action in command._actions:
         if action.dest not in ("help", "json") and action.help != argparse.SUPPRESS:
-            rows.append(_argument_row(action))
-    return lines + _table(["Argument", "Meaning"], rows)
+            lines.append(_argument_line(action))
+    return [*lines, ""]
 
 
-def _argument_row(action: argparse.Action) -> list[str]:
+def _argument_line(action: argparse.Action) -> str:
     names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
     choices = list(map(str, action.choices or []))
     if action.option_strings and action.nargs != 0 and not choices:
@@ -138,24 +176,16 @@ def _argument_row(action: argparse.Action) -> list[str]:
     meaning = _with_code(text)
     if choices:
         meaning += f" ({_code(choices)})"
-    return [f"`{names}`", meaning]
+    return _item(f"`{names}`", meaning)
 
 
 # --- Markdown
 
 
-def _table(header: list[str], rows: Iterable[list[str]]) -> list[str]:
-    lines = [_row(header), _row(["---"] * len(header))]
-    lines += [_row([_escaped(cell) for cell in row]) for row in rows]
-    return [*lines, ""]
-
-
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _escaped(cell: str) -> str:
-    return " ".join(cell.replace("|", "\\|").replace("<", "\\<").split())
+def _item(name: str, meaning: str) -> str:
+    """Return an item of a list."""
+    meaning = " ".join(meaning.replace("<", "\\<").split())
+    return f"- {name}: {meaning}"
 
 
 def _with_code(text: str) -> str:
