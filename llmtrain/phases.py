@@ -168,7 +168,10 @@ class Phases:
             step: steps made so far, if their number has changed.
         """
         if phase == "norm" and self._with_gradient:
-            self._watch_only(self._with_gradient[-1])
+            # From now on, only the parameter whose gradient comes last has a hook.
+            for hook in self._gradient_hooks:
+                hook.remove()
+            self._gradient_hooks = [_on_gradient(self._with_gradient[-1], self._begin_exchange)]
             self._with_gradient.clear()
 
         if step is not None:
@@ -201,12 +204,6 @@ class Phases:
         """Begin ``forward`` or ``backward``, unless the pass is not one of a step's."""
         if self.phase in _PHASES_WITH_PASSES and torch.is_grad_enabled():
             self.begin(phase)
-
-    def _watch_only(self, last_parameter: torch.Tensor) -> None:
-        """Keep a single hook on the gradients: on the parameter whose gradient comes last."""
-        for hook in self._gradient_hooks:
-            hook.remove()
-        self._gradient_hooks = [_on_gradient(last_parameter, self._begin_exchange)]
 
     def _begin_exchange(self, parameter: torch.Tensor) -> None:
         """Begin ``exchange`` when all gradients of this process are there, and are reduced now."""

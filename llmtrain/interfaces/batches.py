@@ -63,25 +63,21 @@ class LocalBatch:
     @property
     def batches(self) -> list[Batch]:
         """The micro-batches."""
-        count = -(-len(self.columns["labels"]) // self.micro_batch)
-        slices = [self._micro_batch(index) for index in range(count)]
-        if not self.prepared:
-            return slices
-        return [batch | prepared for batch, prepared in zip(slices, self.prepared, strict=True)]
-
-    def _micro_batch(self, index: int) -> Batch:
-        start = index * self.micro_batch
-        end = start + self.micro_batch
-        batch = {name: column[start:end] for name, column in self.columns.items()}
-        if self.trimming is None:
-            return batch
-
-        width = self.trimming.widths[index]
-        for name in self.trimming.columns:
-            column = batch[name]
-            parts = column.reshape(len(column), self.trimming.parts, -1)
-            batch[name] = parts[:, :, :width].flatten(1).contiguous()
-        return batch
+        batches = []
+        for start in range(0, len(self.columns["labels"]), self.micro_batch):
+            end = start + self.micro_batch
+            batch = {name: column[start:end] for name, column in self.columns.items()}
+            index = len(batches)
+            if self.trimming is not None:
+                width = self.trimming.widths[index]
+                for name in self.trimming.columns:
+                    column = batch[name]
+                    parts = column.reshape(len(column), self.trimming.parts, -1)
+                    batch[name] = parts[:, :, :width].flatten(1).contiguous()
+            if self.prepared:
+                batch |= self.prepared[index]
+            batches.append(batch)
+        return batches
 
     @property
     def positions(self) -> int:

@@ -211,7 +211,7 @@ class CompactAdamW(torch.optim.Optimizer):
     decided by the full shape, so the state does not depend on how parameters are sharded.
 
     Like torch's fused AdamW, it can skip a step on the device; see
-    :func:`llmtrain.training.optim.can_skip_on_device`.
+    :func:`llmtrain.training.step.can_skip_on_device`.
 
     Args:
         params: the parameters, or groups of them.

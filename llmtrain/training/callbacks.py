@@ -93,7 +93,11 @@ class MemoryAdvice(LoopCallback):
                 "less memory."
             )
         else:
-            advice = f"one row is too much. {self._shorter_rows()}, or make the model smaller."
+            shorter_rows = "Make the rows shorter"
+            for config in configs_of(self.run.settings).values():
+                if config.row_length_flag:
+                    shorter_rows = f"Lower --{config.row_length_flag}"
+            advice = f"one row is too much. {shorter_rows}, or make the model smaller."
         bundle = self.run.bundle
         recomputes = bundle.recomputation is not None and bundle.recomputation.every == 1
         if can_recompute(bundle.model) and not recomputes:
@@ -101,13 +105,6 @@ class MemoryAdvice(LoopCallback):
         if self.engine.ranks.is_sharded and not self.engine.sync_each_batch:
             advice += " With several micro-batches, --sync_each_batch saves memory for gradients."
         return advice
-
-    def _shorter_rows(self) -> str:
-        """Return how to make rows shorter: with a flag, if the recipe has one."""
-        for config in configs_of(self.run.settings).values():
-            if config.row_length_flag:
-                return f"Lower --{config.row_length_flag}"
-        return "Make the rows shorter"
 
 
 class WarmUp(LoopCallback):

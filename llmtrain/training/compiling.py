@@ -55,12 +55,19 @@ def compile_blocks(engine: Engine, batch: Batch, shapes: int) -> None:
     limit = max(torch._dynamo.config.recompile_limit, 2 * shapes)
     torch._dynamo.config.recompile_limit = limit
     _compile(engine.model)
+    # A sharded model that reduces no gradients would keep full ones.
+    sync_context = contextlib.nullcontext() if engine.ranks.is_sharded else engine.no_sync()
     try:
-        _try(engine, batch)
+        with engine.fork_rng(), sync_context:
+            loss = engine.warm_up_loss(batch)
+            engine.accelerator.backward(loss * 0.0)
+        loss.item()
     except TorchDynamoException as error:
         raise UserError(
             f"torch.compile does not work here: {first_line(error)}; use --torch_compile never."
         ) from error
+    for parameter in engine.model.parameters():
+        parameter.grad = None
 
 
 @contextlib.contextmanager
@@ -89,15 +96,3 @@ def _compile(model: nn.Module, backend: str = "inductor") -> None:
     for block in blocks_of(model):
         # Hooks around `forward`, such as those of FSDP, are not compiled.
         block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
-
-
-def _try(engine: Engine, batch: Batch) -> None:
-    """Run a forward and a backward pass, and leave gradients and random generators as before."""
-    # A sharded model that reduces no gradients would keep full ones.
-    sync_context = contextlib.nullcontext() if engine.ranks.is_sharded else engine.no_sync()
-    with engine.fork_rng(), sync_context:
-        loss = engine.warm_up_loss(batch)
-        engine.accelerator.backward(loss * 0.0)
-    loss.item()
-    for parameter in engine.model.parameters():
-        parameter.grad = None

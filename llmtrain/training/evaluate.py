@@ -1,6 +1,7 @@
 """Measure a model between steps: its eval loss, and text samples."""
 
 import itertools
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, TypeAlias
@@ -149,11 +150,12 @@ class _SourceSums:
                 f"and {sorted(names)}."
             )
         self._keys = keys
-        row = torch.stack([self._as_float64(value) for value in values.values()])
+        numbers = [
+            torch.as_tensor(value, dtype=torch.float64, device=self.device)
+            for value in values.values()
+        ]
+        row = torch.stack(numbers)
         self._micro_batches.setdefault(source, []).append(row)
-
-    def _as_float64(self, number: Any) -> torch.Tensor:
-        return torch.as_tensor(number, dtype=torch.float64, device=self.device)
 
     def reduce(self) -> dict[int, _Totals]:
         """Return the sums of each source over all ranks; all ranks call this."""
@@ -190,7 +192,9 @@ def _ratios_of_user(
         check_metrics(
             f"the metric {name_of(metric)}",
             sums,
-            is_value=lambda value: all(map(_is_number, _as_ratio(value))),
+            is_value=lambda value: all(
+                isinstance(part, Real) or is_scalar(part) for part in _as_ratio(value)
+            ),
             wanted="a sum, or a pair of a sum and its denominator, each of them a number or a "
             "tensor without dimensions",
         )
@@ -203,10 +207,6 @@ def _as_ratio(value: Any) -> tuple[Any, Any]:
     if isinstance(value, tuple | list) and len(value) == 2:
         return value[0], value[1]
     return value, 0
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) or is_scalar(value)
 
 
 def as_numbers_by_name(source: str, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -275,7 +275,10 @@ def sample(
 def _generate(engine: Engine, ids: list[int], sampling: Sampling, number: int) -> list[int]:
     """Return the ``sampling.max_new_tokens`` tokens that follow prompt ``number``, ``ids``."""
     model = engine.unwrapped
-    max_positions = _max_positions(model)
+    config: Any = getattr(model, "config", None)
+    max_positions: int | None = getattr(config, "block_size", None)
+    if not max_positions:
+        max_positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
     generator = sampling.generator(number)
     new_ids: list[int] = []
     # All ranks make the same number of passes, because they communicate in each.
@@ -285,13 +288,3 @@ def _generate(engine: Engine, ids: list[int], sampling: Sampling, number: int) -
         logits = getattr(output, "logits", output)[0, -1].float().cpu()
         new_ids.append(sample_token(logits, sampling, generator))
     return new_ids
-
-
-def _max_positions(model: Any) -> int:
-    """Return the length of a model's context, from its config; without one, no limit."""
-    config: Any = getattr(model, "config", None)
-    for name in ("block_size", "max_position_embeddings"):
-        positions: int | None = getattr(config, name, None)
-        if positions:
-            return positions
-    return 2**31

@@ -13,7 +13,7 @@ from llmtrain.data.config import BatchConfig
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject
-from llmtrain.training.settings import OptimConfig, Settings
+from llmtrain.training.settings import Settings
 
 # The share of a run that its warmup takes if the recipe's own warmup is too long for it.
 _WARMUP_SHARE = 0.1
@@ -148,7 +148,16 @@ def fit_to_rows(settings: Settings, rows: Tokenized) -> None:
     settings.data.fit_micro_batch(rows.positions)
     if optim.num_train_epochs is not None and not optim.max_steps_decides:
         optim.max_steps = _whole(optim.num_train_epochs, steps_per_epoch(settings, rows))
-    _fit_warmup(optim)
+
+    optim.check_warmup()
+    most = optim.max_steps - 1
+    if optim.warmup_steps < 1 or optim.warmup_steps <= most:
+        optim.warmup_steps = min(_steps_of(optim.warmup_steps, optim.max_steps), most)
+    else:  # the recipe's own warmup is too long
+        steps = min(_steps_of(_WARMUP_SHARE, optim.max_steps), most)
+        length = pluralize(optim.max_steps, "step")
+        optim.set_default("warmup_steps", steps, f"the run has only {length}")
+
     settings.log.logging_steps = _steps_of(settings.log.logging_steps, optim.max_steps)
     settings.eval.eval_steps = _steps_of(settings.eval.eval_steps, optim.max_steps)
     settings.run.save_steps = _steps_of(settings.run.save_steps, optim.max_steps)
@@ -179,22 +188,6 @@ def describe_steps(settings: Settings, rows: Tokenized) -> str:
     if optim.num_train_epochs is not None and optim.max_steps_decides:
         line += f"; --max_steps overrides --num_train_epochs {optim.num_train_epochs:g}"
     return line
-
-
-def _fit_warmup(optim: OptimConfig) -> None:
-    """Replace a fraction by steps, and check that the warmup is shorter than the run.
-
-    Raises:
-        UserError: if the user asked for a longer warmup.
-    """
-    optim.check_warmup()
-    most = optim.max_steps - 1
-    if optim.warmup_steps < 1 or optim.warmup_steps <= most:
-        optim.warmup_steps = min(_steps_of(optim.warmup_steps, optim.max_steps), most)
-    else:
-        steps = min(_steps_of(_WARMUP_SHARE, optim.max_steps), most)
-        length = pluralize(optim.max_steps, "step")
-        optim.set_default("warmup_steps", steps, f"the run has only {length}")
 
 
 def _steps_of(value: float, max_steps: int) -> int:

@@ -146,7 +146,15 @@ class Loop:
                     if info.should_stop or self.run.early_end:
                         return
             except (Exception, KeyboardInterrupt):
-                self._settle_after_failure()
+                # The last step belongs in the log, too. If it is one too many that was skipped,
+                # that is the reason of the error. Other ranks may wait elsewhere.
+                if self.engine.ranks.world_size == 1:
+                    try:
+                        self.settle()
+                    except UserError:
+                        raise
+                    except Exception:  # the first error is the one to show
+                        pass
                 raise
 
     def _make_step(self, batch: LocalBatch) -> StepInfo:
@@ -272,21 +280,6 @@ class Loop:
         status.skipped += 1
         count = f"{status.skipped} of --skip_nonfinite {self._allowed_skips}"
         self.run.record_event("skipped", f"{event} ({count})")
-
-    def _settle_after_failure(self) -> None:
-        """Count the last step after an error, so that it is in the log of a run of one process.
-
-        Other ranks may wait elsewhere. If the step is one too many that was skipped, that is the
-        reason of the error.
-        """
-        if self.engine.ranks.world_size > 1:
-            return
-        try:
-            self.settle()
-        except UserError:
-            raise
-        except Exception:  # the first error is the one to show
-            return
 
     def _vote(self) -> StopVote:
         """Return how this rank wants to stop after the step that begins now, if at all.

@@ -7,8 +7,7 @@ with AdamW. In bfloat16 this class takes less time than torch's, because it mult
 the same shape in one batch.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ class Muon(torch.optim.Optimizer):
     Its updates are as large as AdamW's (Liu et al. 2025, arXiv:2502.16982), so AdamW's learning
     rates and weight decays fit. The momentum of a sharded matrix is gathered, made orthogonal on
     every rank, and sharded again. Like torch's fused AdamW, it can skip a step on the device; see
-    :func:`llmtrain.training.optim.can_skip_on_device`.
+    :func:`llmtrain.training.step.can_skip_on_device`.
 
     Args:
         matrices: the parameters, each of two dimensions, or groups of them.
@@ -76,8 +75,6 @@ class Muon(torch.optim.Optimizer):
         """Update all matrices that have a gradient."""
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
 
-        # Updates whose results the ranks are sending.
-        pending: list[Callable[[], None]] = []
         for group in self.param_groups:
             with_gradient = [p for p in group["params"] if p.grad is not None]
             for matrices in batches_of(with_gradient):
@@ -86,13 +83,7 @@ class Muon(torch.optim.Optimizer):
                     skip = found_inf.to(matrices[0].device) > 0
                 momenta = torch.stack([self._momentum(p, group, skip) for p in matrices])
                 momenta = momenta.to(group["dtype"] or momenta.dtype)
-                results, work = self._orthogonal(momenta)
-                pending.append(functools.partial(self._apply, matrices, group, results, skip, work))
-                # While the ranks send these results, apply the previous ones.
-                while len(pending) > (0 if work is None else 1):
-                    pending.pop(0)()
-        for apply in pending:
-            apply()
+                self._apply(matrices, group, self._orthogonal(momenta), skip)
 
     def _momentum(
         self, p: nn.Parameter, group: dict[str, Any], skip: torch.Tensor | None
@@ -115,16 +106,15 @@ class Muon(torch.optim.Optimizer):
         nesterov = full_tensor(gradient.mul(1 - momentum).add_(new_buffer, alpha=momentum))
         return nesterov if nesterov.shape[0] <= nesterov.shape[1] else nesterov.mT
 
-    def _orthogonal(self, momenta: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
+    def _orthogonal(self, momenta: torch.Tensor) -> torch.Tensor:
         """Make momenta [N, m, n] orthogonal, on this rank or on all ranks together.
 
         Returns:
-            The results [N or more, m, n], of which the first N belong to the momenta; and the
-            gathering to wait for, if there is one.
+            The results [N or more, m, n], of which the first N belong to the momenta.
         """
         # With fewer matrices than ranks, sending them would cost more than it saves.
         if self.ranks is None or not 1 < self.ranks.world_size <= len(momenta):
-            return orthogonal(momenta), None
+            return orthogonal(momenta)
 
         world_size = self.ranks.world_size
         share = -(-len(momenta) // world_size)
@@ -135,8 +125,8 @@ class Muon(torch.optim.Optimizer):
             own_results[: len(own_momenta)] = orthogonal(own_momenta)
 
         results = own_results.new_empty(world_size * share, *momenta.shape[1:])
-        shares = list(torch.split(results, share))
-        return results, dist.all_gather(shares, own_results, async_op=True)
+        dist.all_gather(list(torch.split(results, share)), own_results)
+        return results
 
     def _apply(
         self,
@@ -144,7 +134,6 @@ class Muon(torch.optim.Optimizer):
         group: dict[str, Any],
         results: torch.Tensor,
         skip: torch.Tensor | None,
-        work: dist.Work | None,
     ) -> None:
         """Update a batch of matrices.
 
@@ -153,10 +142,7 @@ class Muon(torch.optim.Optimizer):
             group: their group.
             results: their orthogonal momenta [N, m, n], m at most n; N may exceed their number.
             skip: a boolean scalar. If it is true, nothing is changed.
-            work: gathers the results, if the ranks share them.
         """
-        if work is not None:
-            work.wait()
         lr = group["lr"]
         decay = 1 - lr * group["weight_decay"]
         for p, wide in zip(matrices, results, strict=False):

@@ -35,7 +35,6 @@ from llmtrain.training.layout import Layout, fit_to_rows
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.optim import check_optimizer_flags
 from llmtrain.training.parts import Parts
-from llmtrain.training.recomputation import keep_recomputation
 from llmtrain.training.reference import with_reference
 from llmtrain.training.run import Run, RunStatus
 from llmtrain.training.settings import RunConfig, Settings
@@ -107,7 +106,6 @@ def open_run(
 
     with contextlib.ExitStack() as contexts:
         resume_point = _choose_folder(contexts, ranks, settings.run, fingerprint, details)
-        keep_recomputation(settings, bundle, resume_point.recompute_every)
         if bundle.recomputation is not None and bundle.recomputation.reason:
             say("recompute", bundle.recomputation.reason)
 
@@ -208,17 +206,14 @@ def _choose_folder(
     if config.dry_run:
         return ResumePoint(Path(config.output_dir), state={})
 
-    def choose() -> ResumePoint:
-        choosing = choose_folder(
-            config.output_dir,
-            resume=config.resume_from_checkpoint,
-            fingerprint=fingerprint,
-            record=details,
-            run_id=sweep_run_id() if "wandb" in config.trackers else None,
-        )
-        return contexts.enter_context(choosing)
-
-    resume_point = ranks.on_main(choose)
+    choosing = choose_folder(
+        config.output_dir,
+        resume=config.resume_from_checkpoint,
+        fingerprint=fingerprint,
+        record=details,
+        run_id=sweep_run_id() if "wandb" in config.trackers else None,
+    )
+    resume_point = ranks.on_main(lambda: contexts.enter_context(choosing))
     say("run", f"{resume_point.folder} ({resume_point.reason})")
     return resume_point
 

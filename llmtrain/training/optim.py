@@ -1,6 +1,5 @@
 """The optimizers that ``--optim`` names. A new one is a row of :data:`OPTIMIZERS`."""
 
-import contextlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from llmtrain.training.adamw import (
 )
 from llmtrain.training.muon import Muon
 from llmtrain.training.settings import OptimConfig
+from llmtrain.training.step import can_skip_on_device, skipped_on_device
 
 
 class OptimizerKind(NamedTuple):
@@ -28,7 +28,6 @@ class OptimizerKind(NamedTuple):
 
     Attributes:
         make: makes it, given parameter groups and the keywords ``lr``, ``betas`` and ``eps``.
-        classes: the full names of the classes that it may be of.
         initial_state: returns the state of a parameter before its first step. On the meta device,
             this is how much memory the state needs.
         has_muon: whether Muon trains the hidden matrices, and ``make`` is for the rest.
@@ -37,7 +36,6 @@ class OptimizerKind(NamedTuple):
     """
 
     make: Callable[..., torch.optim.Optimizer]
-    classes: tuple[str, ...]
     initial_state: Callable[[torch.Tensor], dict[str, torch.Tensor]]
     has_muon: bool = False
     has_chunks: bool = False
@@ -54,18 +52,15 @@ def _adamw(groups: list[JsonObject], **settings: Any) -> torch.optim.Optimizer:
 OPTIMIZERS = {
     "adamw": OptimizerKind(
         make=_adamw,
-        classes=("torch.optim.adamw.AdamW", "llmtrain.training.adamw.CompactAdamW"),
         initial_state=CompactAdamW.initial_state,
     ),
     "adamw_torch_8bit": OptimizerKind(
         make=EightBitAdamW,
-        classes=("llmtrain.training.adamw.EightBitAdamW",),
         initial_state=EightBitAdamW.initial_state,
         has_chunks=True,
     ),
     "muon": OptimizerKind(
         make=_adamw,
-        classes=("llmtrain.training.optim.MuonWithAdamW",),
         initial_state=CompactAdamW.initial_state,
         has_muon=True,
     ),
@@ -125,15 +120,14 @@ def is_made_by_flag(optimizer: torch.optim.Optimizer, name: str, model: nn.Modul
     """
     if OPTIMIZERS[name].has_muon and not hidden_matrices(model):
         name = "adamw"
-    bases = [f"{base.__module__}.{base.__name__}" for base in type(optimizer).__mro__]
-    named = {cls: kind for kind, row in OPTIMIZERS.items() for cls in row.classes}
-    kinds = [named[base] for base in bases if base in named]
-    return bool(kinds) and kinds[0] == name
-
-
-def keeps_small_updates(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer keeps what rounding cuts off weights in bfloat16."""
-    return getattr(optimizer, "keeps_small_updates", False)
+    kind = None
+    if isinstance(optimizer, MuonWithAdamW):
+        kind = "muon"
+    elif isinstance(optimizer, EightBitAdamW):
+        kind = "adamw_torch_8bit"
+    elif isinstance(optimizer, torch.optim.AdamW | CompactAdamW):
+        kind = "adamw"
+    return kind == name
 
 
 def check_optimizer_flags(
@@ -175,7 +169,7 @@ def check_optimizer_flags(
     has_bf16_weights = any(p.dtype == torch.bfloat16 for p in trained)
     if config.trained_dtype == "bfloat16" and not has_bf16_weights:
         unread.append("--dtype bfloat16 (the recipe trains other weights)")
-    if has_bf16_weights and not keeps_small_updates(optimizer):
+    if has_bf16_weights and not getattr(optimizer, "keeps_small_updates", False):
         note(
             f"the recipe's own {type(optimizer).__name__} may lose small updates of weights in "
             "bfloat16"
@@ -281,54 +275,3 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for optimizer in self.optimizers:
             with skipped_on_device(optimizer, getattr(self, "found_inf", None)):
                 optimizer.step()
-
-
-# --- steps that change nothing if their gradient is not finite, which the device decides
-#
-# If the host decided, it would have to wait for the norm, and the device would then wait for the
-# host. The fused optimizers of torch can decide on the device: torch.amp.GradScaler sets
-# `found_inf` on them. The optimizers of this package take it, too.
-
-# Other fused optimizers are not safe: SGD leaves its momentum uninitialised if it skips its first
-# step.
-_SKIPPING_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
-
-
-def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer takes ``found_inf``.
-
-    A class of this package has the attribute ``skips_on_device``. A subclass needs its own, because
-    its step may do more than the step that it inherits. For the same reason, an optimizer with
-    hooks does not qualify: they would run although the step is skipped.
-    """
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return False
-    kind = type(optimizer)
-    if kind in _SKIPPING_OPTIMIZERS:
-        return all(group["fused"] for group in optimizer.param_groups)
-    return "skips_on_device" in vars(kind) and bool(getattr(optimizer, "skips_on_device", False))
-
-
-@contextlib.contextmanager
-def skipped_on_device(
-    optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None
-) -> Iterator[None]:
-    """Let the steps in the block change nothing if ``found_inf`` is 1.
-
-    This sets the attributes that ``torch.amp.GradScaler.step`` sets, and removes them as it does.
-
-    Args:
-        optimizer: an optimizer that takes ``found_inf``.
-        found_inf: float32 scalar; ``None`` if every step is made.
-    """
-    if found_inf is None:
-        yield
-        return
-
-    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-    optimizer.grad_scale = None  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del optimizer.found_inf  # type: ignore[attr-defined]
-        del optimizer.grad_scale  # type: ignore[attr-defined]

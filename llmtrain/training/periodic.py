@@ -107,7 +107,9 @@ class Samples(LoopCallback):
         # A run with a time limit stops early enough to make samples once more.
         run.deadline.reserve("samples", time.monotonic() - start)
         pairs = zip(self._texts, texts, strict=True)
-        run.log_samples([{"prompt": prompt, "text": text} for prompt, text in pairs])
+        for prompt, text in pairs:
+            entry = {"step": run.step, "prompt": prompt, "text": text}
+            run.writer.append("samples.jsonl", entry)
 
 
 class Checkpoints(LoopCallback):
@@ -144,7 +146,18 @@ class Finish(LoopCallback):
         if not self.loop.is_last:
             status.state = "preempted"
             status.reason = f"{status.stop_reason}; step {run.step} is saved"
-            self._say_how_to_resume(status.stop_reason)
+            flags = ""
+            if run.settings.run.resume_from_checkpoint == "never":
+                flags = f" and --resume_from_checkpoint auto --output_dir {run.folder}"
+            say(
+                "stopped",
+                f"{status.stop_reason}: step {run.step} is saved in {run.folder}; "
+                f"resume with the same command{flags}",
+            )
+            if has_launcher() and status.stop_signal not in (None, signal.SIGUSR1):
+                say(
+                    "launcher", "a traceback of the launcher may follow; it only reports the signal"
+                )
             return
 
         load_best(run, self.engine)
@@ -155,16 +168,3 @@ class Finish(LoopCallback):
         run.writer.set_status(status.state, run.step, status.reason)
         self.engine.phases.begin("a sample")
         status.sample = final_sample(self.engine, run.rows, run.folder / "model")
-
-    def _say_how_to_resume(self, reason: str) -> None:
-        folder = self.run.folder
-        flags = ""
-        if self.run.settings.run.resume_from_checkpoint == "never":
-            flags = f" and --resume_from_checkpoint auto --output_dir {folder}"
-        say(
-            "stopped",
-            f"{reason}: step {self.run.step} is saved in {folder}; "
-            f"resume with the same command{flags}",
-        )
-        if has_launcher() and self.run.status.stop_signal not in (None, signal.SIGUSR1):
-            say("launcher", "a traceback of the launcher may follow; it only reports the signal")

@@ -90,7 +90,15 @@ def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeM
             mock.patch.object(sys, "path", [folder, *sys.path]),
             contextlib.redirect_stdout(printed),
         ):
-            _run_main(recipe, flags)
+            main = runpy.run_path(recipe, run_name="llmtrain.recipe").get("main")
+            if not callable(main):
+                raise UserError(
+                    f"{recipe} has no function main, which this command calls; see recipes/gpt.py."
+                )
+            if inspect.signature(main).parameters:
+                main(flags)
+            else:
+                main()
     except PlannedModel as planned:
         return planned.recipe
     except SystemExit:
@@ -110,21 +118,3 @@ def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeM
         f"{recipe}: main() builds no model with llmtrain.fit or llmtrain.place, so there is "
         "nothing to plan or to print; see recipes/gpt.py."
     )
-
-
-def _run_main(recipe: str, flags: list[str]) -> None:
-    """Load a recipe, and call its ``main``.
-
-    Raises:
-        UserError: if there is no ``main`` in it.
-    """
-    main = runpy.run_path(recipe, run_name="llmtrain.recipe").get("main")
-    if not callable(main):
-        raise UserError(
-            f"{recipe} has no function main, which this command calls; see recipes/gpt.py."
-        )
-
-    if inspect.signature(main).parameters:
-        main(flags)
-    else:
-        main()

@@ -1,6 +1,7 @@
 """Whether blocks compute their activations again, so that a run fits into memory.
 
-``--gradient_checkpointing auto`` decides it when a run starts. A resumed run keeps the choice.
+``--gradient_checkpointing auto`` decides it at each start of a run, whose weights do not depend on
+it.
 """
 
 import torch
@@ -122,28 +123,3 @@ def least_recomputation(
     if needed > device_bytes:
         reason = f"{reason}, so it may run out of memory"
     return Recomputation(1, f"all blocks: {reason}")
-
-
-def keep_recomputation(settings: Settings, bundle: ModelBundle, recorded: int | None) -> None:
-    """Let a run that is resumed recompute its blocks, or not, as before.
-
-    Args:
-        settings: the settings of the run.
-        bundle: the model, with the choice for this start. Both are changed.
-        recorded: ``Recomputation.every`` of an earlier start; ``None`` if it is unknown.
-    """
-    chosen = bundle.recomputation
-    is_auto = value_of(settings, "gradient_checkpointing", default=False) is None
-    if not is_auto or chosen is None or recorded is None or recorded == chosen.every:
-        return
-    if not isinstance(bundle.model, RecomputesBlocks):
-        return
-
-    blocks = "all blocks" if recorded else "no block"
-    reason = (
-        f"{blocks}, as before the run was resumed; this start alone would choose {chosen.reason}"
-    )
-    if recorded == 0:
-        reason = f"{reason}; if memory runs out, add --gradient_checkpointing"
-    bundle.model.recompute_blocks(recorded)
-    bundle.recomputation = Recomputation(recorded, reason)

@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -86,11 +85,6 @@ class RunStatus:
     state: str = "failed"
     reason: str = "llmtrain.train() was not called"
     sample: str | None = None
-
-    @property
-    def settled_step(self) -> int:
-        """Steps that are settled. All other counts belong to these steps."""
-        return self.step if self.launched is None else self.step - 1
 
     def ask_to_stop(self, reason: str, stop_signal: signal.Signals | None = None) -> None:
         """Let all ranks save and stop; see :meth:`Callback.wants_to_stop`."""
@@ -229,11 +223,6 @@ class Run:
             self.status.eval_loss = metrics["eval/loss"]
         return entry
 
-    def log_samples(self, samples: Sequence[JsonObject]) -> None:
-        """Write texts by the model to ``samples.jsonl`` and to the trackers that show them."""
-        for sample in samples:
-            self.writer.append("samples.jsonl", {"step": self.step, **sample})
-
     def record_event(self, kind: str, text: str) -> None:
         """Print an event, and record it in the run folder."""
         say(kind, text)
@@ -255,10 +244,12 @@ class Run:
 
         Args:
             reason: the reason.
-            step: steps made, if the reason names them. By default, those that are settled.
+            step: steps made, if the reason names them. By default, those that are settled, to which
+                all counts belong.
         """
         if self.is_finished:
             return
-        failed_step = self.status.settled_step if step is None else step
+        if step is None:
+            step = self.step if self.status.launched is None else self.step - 1
         with contextlib.suppress(Exception):  # the error of the run is the one to show
-            self.writer.set_status("failed", failed_step, reason)
+            self.writer.set_status("failed", step, reason)

@@ -1,7 +1,8 @@
 """One training step: the gradient of the mean loss over the global batch, however it is split."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -10,7 +11,10 @@ from llmtrain.device_numbers import DeviceScalars
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.callback import StepResult, StopVote
 from llmtrain.parallel.engine import Engine
-from llmtrain.training.optim import can_skip_on_device, skipped_on_device
+
+# The optimizers of torch that can skip a step, if they are fused. Others are not safe: SGD leaves
+# its momentum uninitialised if it skips its first step.
+_SKIPPING_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def train_step(
@@ -71,6 +75,13 @@ def train_step(
     return result
 
 
+# --- steps that change nothing if their gradient is not finite, which the device decides
+#
+# If the host decided, it would have to wait for the norm, and the device would then wait for the
+# host. The fused optimizers of torch can decide on the device: torch.amp.GradScaler sets
+# `found_inf` on them. The optimizers of this package take it, too.
+
+
 def skips_on_device(engine: Engine, optimizer: AcceleratedOptimizer) -> bool:
     """Return whether the device decides if a step changes the weights.
 
@@ -82,3 +93,43 @@ def skips_on_device(engine: Engine, optimizer: AcceleratedOptimizer) -> bool:
     if engine.device.type == "mps":
         return False
     return can_skip_on_device(optimizer.optimizer)
+
+
+def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer takes ``found_inf``.
+
+    A class of this package has the attribute ``skips_on_device``. A subclass needs its own, because
+    its step may do more than the step that it inherits. For the same reason, an optimizer with
+    hooks does not qualify: they would run although the step is skipped.
+    """
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
+    kind = type(optimizer)
+    if kind in _SKIPPING_OPTIMIZERS:
+        return all(group["fused"] for group in optimizer.param_groups)
+    return "skips_on_device" in vars(kind) and bool(getattr(optimizer, "skips_on_device", False))
+
+
+@contextlib.contextmanager
+def skipped_on_device(
+    optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None
+) -> Iterator[None]:
+    """Let the steps in the block change nothing if ``found_inf`` is 1.
+
+    This sets the attributes that ``torch.amp.GradScaler.step`` sets, and removes them as it does.
+
+    Args:
+        optimizer: an optimizer that takes ``found_inf``.
+        found_inf: float32 scalar; ``None`` if every step is made.
+    """
+    if found_inf is None:
+        yield
+        return
+
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+        del optimizer.grad_scale  # type: ignore[attr-defined]

@@ -99,7 +99,14 @@ def show_result(folder: Path, rows: Tokenized, text: str | None) -> None:
         model_folder = folder / "model"
         question = eval_prompt(rows)
         if text is not None:
-            _print_sample(model_folder, rows, question, text)
+            if question is None or rows.tokenizer is None:
+                print(redacted(f"\n--- a sample of {model_folder} {_RULE}"))
+            else:
+                print(f"\n--- a question that is not in the training data {_RULE}")
+                print(printable(str(rows.tokenizer.decode(question, skip_special_tokens=True))))
+                print(redacted(f"\n--- the answer of {model_folder} {_RULE}"))
+            print(printable(text))
+            print("-" * 60)
         say("model", f"{model_folder}  ({how_to_load(model_folder)})")
         if rows.tokenizer is None or not _writes_text(model_folder):
             return
@@ -109,19 +116,6 @@ def show_result(folder: Path, rows: Tokenized, text: str | None) -> None:
             say("chat", f"{_command()} chat {folder}")
     except Exception as error:
         note(f"the run is finished; showing it failed: {first_line(error)}")
-
-
-def _print_sample(
-    model_folder: Path, rows: Tokenized, question: list[int] | None, text: str
-) -> None:
-    if question is None or rows.tokenizer is None:
-        print(redacted(f"\n--- a sample of {model_folder} {_RULE}"))
-    else:
-        print(f"\n--- a question that is not in the training data {_RULE}")
-        print(printable(str(rows.tokenizer.decode(question, skip_special_tokens=True))))
-        print(redacted(f"\n--- the answer of {model_folder} {_RULE}"))
-    print(printable(text))
-    print("-" * 60)
 
 
 def _writes_text(model_folder: Path) -> bool:

@@ -23,8 +23,8 @@ from llmtrain.parallel.ranks import Sharding
 from llmtrain.record.history import read_lines
 from llmtrain.training import step
 from llmtrain.training.adamw import EightBitAdamW
-from llmtrain.training.optim import can_skip_on_device
 from llmtrain.training.run import Run
+from llmtrain.training.step import can_skip_on_device
 from tests.engines import engine_of
 from tests.launching import read_json
 

@@ -20,7 +20,6 @@ from llmtrain.training import recomputation
 from llmtrain.training.layout import Layout
 from llmtrain.training.recomputation import (
     choose_recomputation,
-    keep_recomputation,
     usable_bytes,
 )
 from llmtrain.training.run import Run
@@ -187,18 +186,17 @@ def train(text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     return train
 
 
-def test_a_resumed_run_keeps_its_choice_which_changes_no_weights(
+def test_a_resumed_run_decides_anew_which_changes_no_weights(
     train: Callable[..., Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train("run", SCARCE, callbacks=[StopAfter(2)])
     assert "recompute all blocks: the run needs " in capsys.readouterr().out
     resumed = train("run", AMPLE)
-    assert "all blocks, as before the run was resumed" in capsys.readouterr().out
+    assert "recompute no block: the run needs " in capsys.readouterr().out
     without = train("without", AMPLE, "--gradient_checkpointing false")
 
     starts = read_json(tmp_path / "run/run.json")["starts"]
-    assert [start["recompute_every"] for start in starts] == [1, 1]
-    assert resumed.bundle.model.base_model.recompute_every == 1
+    assert [start["recompute_every"] for start in starts] == [1, 0]
     assert without.bundle.model.base_model.recompute_every == 0
     assert resumed.fingerprint == without.fingerprint
     weights = resumed.bundle.model.state_dict()
@@ -206,13 +204,3 @@ def test_a_resumed_run_keeps_its_choice_which_changes_no_weights(
     assert weights.keys() == expected_weights.keys()
     for name, expected in expected_weights.items():
         assert torch.equal(weights[name], expected), name
-
-
-def test_a_resumed_run_says_if_it_may_not_fit(chooser: Chooser) -> None:
-    bundle = chooser.choose(SCARCE)
-
-    keep_recomputation(chooser.settings, bundle, recorded=0)
-
-    assert recomputed(bundle) == [False, False, False]
-    assert bundle.recomputation.every == 0
-    assert "--gradient_checkpointing" in bundle.recomputation.reason
