@@ -63,7 +63,7 @@ class LocalBatch:
     @property
     def batches(self) -> list[Batch]:
         """The micro-batches."""
-        batches = []
+        batches: list[Batch] = []
         for start in range(0, len(self.columns["labels"]), self.micro_batch):
             end = start + self.micro_batch
             batch = {name: column[start:end] for name, column in self.columns.items()}

@@ -79,8 +79,6 @@ def settings_of(part: Part) -> JsonObject | None:
         UserError: if settings that the part gives itself are no dictionary of JSON, or fail.
     """
     name = name_of(part)
-    if hasattr(type(part), "fingerprint"):
-        raise UserError(f"{name} has a `fingerprint`; call it `settings`, which are read instead.")
     try:
         settings = part.settings
     except Exception as error:  # the part is the user's own code

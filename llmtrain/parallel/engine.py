@@ -296,13 +296,6 @@ class Engine:
         """Return a context in which a watcher sees the buckets of gradients, if there are any."""
         return contextlib.nullcontext()
 
-    def free_gathered_weights(self) -> None:
-        """Free the weights that were gathered for forward passes.
-
-        Call this after passes without a backward pass, which would free them. Only a sharded engine
-        gathers any, so there is nothing to do here.
-        """
-
 
 def _norm_in_float32(tensors: Sequence[Tensor]) -> Tensor:
     """Return the norm of all tensors together.

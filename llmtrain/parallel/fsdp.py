@@ -27,7 +27,7 @@ from llmtrain.errors import UserError
 from llmtrain.interfaces.model import HasEmbeddings, blocks_of
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.ranks import Sharding
-from llmtrain.parallel.shards import local_shard, reshard
+from llmtrain.parallel.shards import local_shard
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -230,6 +230,3 @@ class ShardedEngine(Engine):
         total = self.ranks.sum_over_ranks(torch.stack(squares).sum().to(self.device))
         # Each replica of the model has counted all of it.
         return torch.sqrt(total / self.ranks.sharding.replicas)
-
-    def free_gathered_weights(self) -> None:
-        reshard(self.model)

@@ -40,12 +40,8 @@ class Team:
 
     def __init__(self, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
+        self.is_main = rank == 0  # which logs and writes files
         self.group = group
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which logs and writes files."""
-        return self.rank == 0
 
     def with_new_group(self, timeout: float = 1800) -> "Team":
         """Return the same ranks with a gloo group of their own; all of them call this.

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -44,24 +43,6 @@ def sharded_dim(tensor: DTensor) -> int | None:
 def meta_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the meta device with the full tensor's shape and dtype."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather the full tensor on every rank. All ranks call this."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
-    ranks = dist.get_world_size(group)
-
-    # All ranks must send tensors of the same shape, so shorter shards are padded at the end.
-    shard = local_shard(tensor)
-    rows = -(-len(tensor) // ranks)  # of each rank but the last ones
-    padding = [0, 0] * (shard.ndim - 1) + [0, rows - len(shard)]
-    padded = F.pad(shard, padding).contiguous()
-
-    shards = [torch.empty_like(padded) for _ in range(ranks)]
-    dist.all_gather(shards, padded, group)
-    return torch.cat(shards)[: len(tensor)]
 
 
 def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from llmtrain.interfaces.batches import Batch, LocalBatch
 from llmtrain.interfaces.part import Metric, name_of
 from llmtrain.models.generation import Sampling, continuation_text, sample_token
 from llmtrain.parallel.engine import Engine, check_denominator, check_metrics, is_scalar
+from llmtrain.parallel.shards import reshard
 
 # A value that is summed over the micro-batches: its kind and its name. "sum" and "count" are the
 # two parts of a ratio, and "own" is a further metric of the objective.
@@ -54,7 +55,7 @@ def evaluate(
             ratios = {"loss": (loss_sums.loss, engine.denominator(batch))}
             add_metrics(ratios, ratios_of_user)
             sums.add(local_batch.source, ratios, loss_sums.metrics)
-    engine.free_gathered_weights()
+    reshard(engine.model)
     engine.model.train()
 
     totals_of_sources = sums.reduce()
@@ -267,7 +268,7 @@ def sample(
             answer = itertools.takewhile(lambda token: token not in stops, new_ids)
             texts.append(continuation_text(tokenizer, prompt, [*answer]))
     finally:
-        engine.free_gathered_weights()
+        reshard(model)
         model.train(was_training)
     return texts
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from llmtrain.parallel.ranks import Ranks
-from llmtrain.parallel.shards import full_tensor, local_shard, shard_like
+from llmtrain.parallel.shards import local_shard, shard_like
 from llmtrain.training.adamw import assign, needs_compensation, update_weights
 
 # The coefficients of Jordan et al.: steepest at zero, and near one for values that have grown.
@@ -103,7 +104,9 @@ class Muon(torch.optim.Optimizer):
         new_buffer = buffer.mul(momentum).add_(gradient, alpha=1 - momentum)
         assign(local_shard(buffer), local_shard(new_buffer), skip)
 
-        nesterov = full_tensor(gradient.mul(1 - momentum).add_(new_buffer, alpha=momentum))
+        nesterov = gradient.mul(1 - momentum).add_(new_buffer, alpha=momentum)
+        if isinstance(nesterov, DTensor):
+            nesterov = nesterov.full_tensor()
         return nesterov if nesterov.shape[0] <= nesterov.shape[1] else nesterov.mT
 
     def _orthogonal(self, momenta: torch.Tensor) -> torch.Tensor:

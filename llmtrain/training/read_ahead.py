@@ -30,19 +30,15 @@ def read_ahead(
         prepare_thread: called once on the other thread, before it reads.
     """
     reader = futures.ThreadPoolExecutor(1, thread_name_prefix="batches", initializer=prepare_thread)
-
-    def start_reading() -> futures.Future[Item | None]:
-        """Read the next item on the other thread; after the last one, the result is ``None``."""
-        return reader.submit(next, items, None)
-
-    pending_read = start_reading()
+    # After the last item, the result of a read is `None`.
+    pending_read = reader.submit(next, items, None)
     try:
         item = pending_read.result()
-        pending_read = start_reading()
+        pending_read = reader.submit(next, items, None)
         while item is not None:
             next_item = pending_read.result()
             if next_item is not None:
-                pending_read = start_reading()
+                pending_read = reader.submit(next, items, None)
             yield item, next_item is None
             item = next_item
     finally:

@@ -13,7 +13,6 @@ from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.fsdp import ShardedEngine
 from llmtrain.parallel.ranks import ranks_of
-from llmtrain.parallel.shards import full_tensor
 from llmtrain.training import compiling
 from tests.system.sharded_ranks import LENGTH, Case, build_own_model
 
@@ -34,7 +33,8 @@ def micro_batch(engine: Engine) -> Batch:
 def full_gradients(engine: Engine) -> list[torch.Tensor]:
     """Return the gradients of all parameters, after a forward and a backward pass."""
     engine.accelerator.backward(engine.loss(micro_batch(engine)).loss)
-    return [full_tensor(p.grad) for p in engine.model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in engine.model.parameters() if p.grad is not None]
+    return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in gradients]
 
 
 def relative_difference(gradients: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
