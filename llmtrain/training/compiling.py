@@ -16,24 +16,6 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model import blocks_of
 from llmtrain.parallel.engine import Engine
 
-# On a GPU, compiling takes 10 seconds or more, and saves a tenth of a step or more. A step of 50 ms
-# regains 10 seconds after 2,000 steps. The step of a larger model takes longer and saves more.
-_MIN_STEPS = 2000
-
-
-def is_worth_compiling(device: torch.device, steps: int, shapes: int) -> bool:
-    """Return whether ``--torch_compile auto`` compiles.
-
-    Compiled code rounds differently, so this depends on the run alone: not on measured times, and
-    not on the step from which the run resumes.
-
-    Args:
-        device: the device of the model.
-        steps: all steps of the run.
-        shapes: the most shapes that micro-batches of this run have. Each is compiled.
-    """
-    return device.type == "cuda" and steps >= _MIN_STEPS * shapes
-
 
 def compile_blocks(engine: Engine, batch: Batch, shapes: int) -> None:
     """Compile the blocks of the model, in a forward and a backward pass.

@@ -5,13 +5,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
-from llmtrain.config.flags import (
-    COMMAND_LINE,
-    Affects,
-    Config,
-    flag,
-    require_range,
-)
+from llmtrain.config.flags import COMMAND_LINE, Affects, Config, flag, require_range
 from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError

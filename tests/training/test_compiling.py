@@ -18,7 +18,7 @@ from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.ranks import TrainingAccelerator
 from llmtrain.training import compiling
 from llmtrain.training.callbacks import WarmUp
-from llmtrain.training.compiling import compile_blocks, eager_code, is_worth_compiling
+from llmtrain.training.compiling import compile_blocks, eager_code
 from tests.engines import ScaledRows, engine_of
 from tests.launching import long_form
 from tests.models.small_models import byte_tokenizer
@@ -57,21 +57,29 @@ def compile_with(monkeypatch: pytest.MonkeyPatch, backend: str | Callable[..., A
 def test_auto_compiles_a_long_run_on_a_gpu(
     device: str, steps: int, shapes: int, expected: bool
 ) -> None:
-    assert is_worth_compiling(torch.device(device), steps, shapes) is expected
+    assert should_compile(device, steps=steps, shapes=shapes) is expected
 
 
-def should_compile(device: str, *, mode: str, bitwise: bool, earlier_choice: bool | None) -> bool:
-    """Make the choice of a run that is long enough."""
+def should_compile(
+    device: str,
+    *,
+    mode: str = "auto",
+    bitwise: bool = False,
+    earlier_choice: bool | None = None,
+    steps: int = 10**9,
+    shapes: int = 1,
+) -> bool:
+    """Make the choice of a run, by default of one that is long enough."""
     settings = SimpleNamespace(
         parallel=SimpleNamespace(torch_compile=mode, bitwise=bitwise),
-        optim=SimpleNamespace(max_steps=10**9),
+        optim=SimpleNamespace(max_steps=steps),
     )
     run = SimpleNamespace(
         settings=settings, status=SimpleNamespace(compiled=earlier_choice), step=0
     )
     engine = SimpleNamespace(device=torch.device(device))
     context: Any = SimpleNamespace(run=run, engine=engine)
-    return WarmUp(context)._should_compile(shapes=1)
+    return WarmUp(context)._should_compile(shapes)
 
 
 @pytest.mark.parametrize(
