@@ -103,11 +103,7 @@ def least_recomputation(
     Raises:
         UserError: if the activations depend on the values of tensors.
     """
-
-    def needed_bytes(every: int) -> float:
-        return memory.bytes_of(sharding, rows, accumulation, every).total
-
-    without = needed_bytes(every=0)
+    without = memory.bytes_of(sharding, rows, accumulation, every=0).total
     limit = size_text(device_bytes)
     if without <= device_bytes:
         return Recomputation(0, f"no block: the run needs {size_text(without)} of {limit}")
@@ -118,7 +114,7 @@ def least_recomputation(
             f"{memory.recipe.class_name} cannot compute activations again",
         )
 
-    needed = needed_bytes(every=1)
+    needed = memory.bytes_of(sharding, rows, accumulation, every=1).total
     reason = f"the run needs {size_text(needed)} of {limit}, and {size_text(without)} without"
     if needed > device_bytes:
         reason = f"{reason}, so it may run out of memory"
