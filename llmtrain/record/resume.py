@@ -44,7 +44,6 @@ class ResumePoint(NamedTuple):
     reason: str = ""  # the reason for this start, for the start-up log
     earlier_record: JsonObject | None = None  # run.json of the unfinished run; None for a new run
     extends: JsonObject | None = None  # what run.json says about the run that this one extends
-    recompute_every: int | None = None  # as the run that made the checkpoint has recorded it
 
     @property
     def step(self) -> int:
@@ -228,7 +227,6 @@ def _resume_point(
     path = own or request.named
     state = {}
     extends = earlier_record.get("extends")
-    maker_record: JsonObject = {}  # run.json of the run that has made the checkpoint
     if path is not None:
         state = _state_to_take_over(path, request, is_own=own is not None)
         maker_record = read_object(path.parent.parent / "run.json")
@@ -239,7 +237,6 @@ def _resume_point(
                 "step": state["step"],  # the last one that is taken over
                 "start_times": start_times(maker_record),
             }
-    recomputations = [start.get("recompute_every") for start in maker_record.get("starts", [])]
 
     if own is not None:
         reason = f"resumes from step {state['step']}"
@@ -260,7 +257,6 @@ def _resume_point(
         reason=reason,
         earlier_record=earlier_record or None,
         extends=extends,
-        recompute_every=next((n for n in reversed(recomputations) if n is not None), None),
     )
 
 
