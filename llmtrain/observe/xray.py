@@ -37,13 +37,6 @@ class _MarkedTransfer(NamedTuple):
     end: Mark
 
 
-class _Place(NamedTuple):
-    """The part of a run to which a phase belongs."""
-
-    step: int
-    micro_batch: int  # -1 before the first forward pass of the step
-
-
 class XRay:
     """Records some steps.
 
@@ -179,62 +172,54 @@ class XRay:
             say("x-ray", f"steps are recorded; to see them: llmtrain xray {self.folder.parent}")
 
     def _local_recording(self) -> JsonObject:
-        """Return what this process has recorded."""
-        places = self._places()
-        return {
-            "spans": self._local_spans(places),
-            "transfers": self._local_transfers(places),
-            # By the machine, if this is its first process.
-            "sent_bytes": _bytes_sent(self.ranks) - self._bytes_before,
-            "cost": self._cost / len(self.steps),  # seconds that recording took, per step
-        }
-
-    def _places(self) -> list[_Place]:
-        """Return the step and the micro-batch of each recorded phase."""
+        """Return what this process has recorded: its phases, and its transfers."""
         step = self.steps.start - 1
-        micro_batch = -1
-        places = []
-        for phase, _ in self._phase_starts:
+        micro_batch = -1  # before the first forward pass of a step
+        phases: list[JsonObject] = []
+        for phase, mark in self._phase_starts:
             if phase == "data":  # a step begins
                 step += 1
                 micro_batch = -1
             if phase == "forward":
                 micro_batch += 1
-            places.append(_Place(step, micro_batch))
-        return places
+            phases.append(
+                {
+                    "rank": self.ranks.rank,
+                    "step": step,
+                    "micro_batch": micro_batch,
+                    "phase": phase,
+                    "start": self._seconds(mark),
+                }
+            )
 
-    def _local_spans(self, places: list[_Place]) -> list[JsonObject]:
-        """Return the phases of this process; each ends when the next one begins."""
-        phases = [start.phase for start in self._phase_starts]
-        times = [self._seconds(start.mark) for start in self._phase_starts]
-        return [
-            {
-                "rank": self.ranks.rank,
-                "step": place.step,
-                "micro_batch": place.micro_batch,
-                "phase": phase,
-                "start": start,
-                "end": end,
-            }
-            for phase, place, start, end in zip(phases, places, times, times[1:], strict=False)
-            if phase in PHASES
-        ]
+        # Each phase ends when the next one begins.
+        spans = []
+        for span, next_span in itertools.pairwise(phases):
+            if span["phase"] in PHASES:
+                spans.append({**span, "end": next_span["start"]})
 
-    def _local_transfers(self, places: list[_Place]) -> list[JsonObject]:
-        """Return the transfers of this process, with the times that their marks have."""
-        return [
-            {
-                "rank": self.ranks.rank,
-                "step": places[marked.phase_index].step,
-                "micro_batch": places[marked.phase_index].micro_batch,
-                "bucket": marked.bucket,
-                "sent_bytes": marked.sent_bytes,
-                "ready": self._seconds(marked.ready),
-                "blocked": marked.blocked,
-                "end": self._seconds(marked.end),
-            }
-            for marked in self._transfers
-        ]
+        transfers = []
+        for marked in self._transfers:
+            span = phases[marked.phase_index]
+            transfers.append(
+                {
+                    "rank": self.ranks.rank,
+                    "step": span["step"],
+                    "micro_batch": span["micro_batch"],
+                    "bucket": marked.bucket,
+                    "sent_bytes": marked.sent_bytes,
+                    "ready": self._seconds(marked.ready),
+                    "blocked": marked.blocked,
+                    "end": self._seconds(marked.end),
+                }
+            )
+        return {
+            "spans": spans,
+            "transfers": transfers,
+            # By the machine, if this is its first process.
+            "sent_bytes": _bytes_sent(self.ranks) - self._bytes_before,
+            "cost": self._cost / len(self.steps),  # seconds that recording took, per step
+        }
 
     def _seconds(self, mark: Mark) -> float:
         """Return when a mark passed, by the clock of rank 0."""

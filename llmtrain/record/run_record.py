@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmtrain.console import in_notebook
 from llmtrain.errors import UserError
@@ -233,32 +233,33 @@ def first_difference(
             continue
         if key == "code":
             return key, "llmtrain or the recipe has another content there"
-        if key == "initial_weights":
-            before_start = _named_weights(before.get(key), before_record)
-            now_start = _named_weights(value, now_record)
-            same_name = f"{_model_name(now_record)} has other weights now"
-            return key, difference(before_start, now_start) or same_name
-        if key not in _DESCRIBED_BY or not before_record or not now_record:
+        if not before_record or not now_record:
             return key, difference(before.get(key), value)
 
-        names = _DESCRIBED_BY[key]
-        before_names = {name.replace("_", " "): before_record.get(name) for name in names}
-        now_names = {name.replace("_", " "): now_record.get(name) for name in names}
-        same_names = f"{now_record.get(names[0])} has another content, of the same size"
-        return key, difference(before_names, now_names) or same_names
+        before_described = _described(key, before.get(key), before_record)
+        now_described = _described(key, value, now_record)
+        change = difference(before_described, now_described)
+        if before_described == now_described:
+            subject, *_ = _DESCRIBED_BY.get(key, ("weights",))
+            change = f"{now_described[subject]} has another content now"
+        return key, change
     return None
 
 
-def _named_weights(start: object, record: JsonObject) -> object:
-    """Return the initial weights in a fingerprint, with the model's name in place of its hash."""
-    name = _model_name(record)
-    return {**start, "weights": name} if isinstance(start, dict) and name else start
+def _described(key: str, value: Any, record: JsonObject) -> Any:
+    """Return a value of a fingerprint, with names and sizes in place of its hashes.
 
-
-def _model_name(record: JsonObject) -> object:
-    """Return the model that the settings in ``run.json`` name."""
-    settings = record.get("settings") or {}
-    return (settings.get("model_name_or_path") or {}).get("value")
+    Args:
+        key: the key of the value.
+        value: the value.
+        record: the ``run.json`` that has the names and sizes.
+    """
+    if key in _DESCRIBED_BY:
+        return {name.replace("_", " "): record.get(name) for name in _DESCRIBED_BY[key]}
+    model = record.get("settings", {}).get("model_name_or_path", {}).get("value")
+    if key == "initial_weights" and isinstance(value, dict) and model:
+        return {**value, "weights": model}
+    return value
 
 
 def difference(before: object, now: object) -> str:

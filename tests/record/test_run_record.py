@@ -156,7 +156,12 @@ OTHER_MODEL = {"settings": {"model_name_or_path": {"value": "runs/other/model"}}
             id="model and LoRA",
         ),
         pytest.param(
-            "initial_weights", WEIGHTS, OTHER_WEIGHTS, {}, "has other weights now", id="weights"
+            "initial_weights",
+            WEIGHTS,
+            OTHER_WEIGHTS,
+            {},
+            "base/model has another content now",
+            id="weights",
         ),
     ],
 )
