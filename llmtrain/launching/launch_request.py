@@ -91,8 +91,8 @@ def requested_sharding(processes: int) -> "Sharding | None":
     if not uses_fsdp or processes == 1:
         return None
 
-    replicas = _size("DP_REPLICATE")
-    shards = _size("DP_SHARD")
+    replicas = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+    shards = int(os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1"))
     if replicas == shards == 1:
         shards = processes  # by default FSDP shards over all processes
     if replicas * shards != processes:
@@ -132,10 +132,6 @@ def _check_supported(uses_fsdp: bool) -> None:
 
 def _config_error(problem: str) -> UserError:
     return UserError(f"the accelerate config {problem}.")
-
-
-def _size(name: str) -> int:
-    return int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1"))
 
 
 def is_on(variable: str) -> bool:

@@ -78,7 +78,10 @@ class MetricsLog:
             model: the finished model. It is sent to W&B if ``WANDB_LOG_MODEL`` says so.
         """
         for tracker in self.trackers:
-            tracker.end(exit_code, model)
+            # Its thread sends the rest, closes the tracker and ends.
+            tracker.model = model
+            tracker.exit_code = exit_code
+            tracker.news.set()
 
         deadline = time.monotonic() + self.close_seconds
         for tracker in self.trackers:

@@ -98,12 +98,6 @@ class Tracker:
         self.thread = threading.Thread(target=self._run, name=f"llmtrain-{name}", daemon=True)
         self.thread.start()
 
-    def end(self, exit_code: int, model: Path | None) -> None:
-        """Let the thread send the rest, close the tracker and end."""
-        self.model = model
-        self.exit_code = exit_code
-        self.news.set()
-
     def _run(self) -> None:
         """Open the tracker, send it what the run writes until it ends, and close it."""
         try:
