@@ -186,8 +186,10 @@ class Saver:
                 sync(self.folder)
         except (OSError, UserError) as error:
             reason = first_line(error).rstrip(".")
+            # If only the last sync has failed, the checkpoint is there.
+            failure = "may be lost in a power cut" if target.exists() else "could not be written"
             raise UserError(
-                f"{target} could not be written ({reason}); older checkpoints are untouched."
+                f"{target} {failure} ({reason}); older checkpoints are untouched."
             ) from None
         finally:
             if team.is_main:  # a committed checkpoint has left this name
