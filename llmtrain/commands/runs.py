@@ -62,7 +62,13 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.finished is not None:
         if arguments.words:
             raise UserError("--finished takes one run: llmtrain runs --finished RUN.")
-        sys.exit(0 if _is_finished(Path(arguments.finished), arguments.json) else 1)
+        history = History.of_run(Path(arguments.finished))
+        if arguments.json:
+            content = {"run": arguments.finished, "state": history.state, "step": history.step}
+            print(json_text(content, indent=1))
+        else:
+            say("run", f"{arguments.finished}: {history.summary()}")
+        sys.exit(0 if history.state == "finished" else 1)
 
     should_check = arguments.words[:1] == ["check"]
     if should_check:
@@ -85,20 +91,6 @@ def run(arguments: argparse.Namespace) -> None:
         ) from None
 
 
-# --- finished
-
-
-def _is_finished(path: Path, as_json: bool) -> bool:
-    """Print the state of a run, and return whether it is finished."""
-    history = History.of_run(path)
-    if as_json:
-        content = {"run": str(path), "state": history.state, "step": history.step}
-        print(json_text(content, indent=1))
-    else:
-        say("run", f"{path}: {history.summary()}")
-    return history.state == "finished"
-
-
 # --- list
 
 
@@ -107,18 +99,28 @@ def _list(path: Path, sort_key: str, as_json: bool) -> None:
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; name the folder that holds the runs.")
 
-    histories = []
+    runs: list[JsonObject] = []
     refusals = []
     for folder in runs_in(path):
         try:
-            histories.append(History.of_run(folder))
+            history = History.of_run(folder)
         except UserError as error:  # another version of llmtrain has written it
             refusals.append(str(error))
+            continue
+        losses = {name: history.latest(key) for name, key in _LOSSES.items()}
+        run = {
+            "run": str(folder),
+            "state": history.state,
+            "step": history.step,
+            "max_steps": history.settings.get("max_steps"),
+            **losses,
+            "age": round(_age(history), 1),
+        }
+        runs.append(run)
 
-    histories.sort(key=_age)
-    runs = [_listed(history) for history in histories]
     # Runs without the loss, and those whose loss is NaN, come last; of equal values, the newest
     # comes first.
+    runs.sort(key=lambda run: run["age"])
     runs.sort(key=lambda run: _sort_value(run[sort_key]))
     if not runs and not refusals and not as_json:
         raise UserError(f"{path} contains no runs.")
@@ -141,19 +143,6 @@ def _sort_value(value: float | None) -> float:
     return math.inf if value is None or math.isnan(value) else value
 
 
-def _listed(history: History) -> JsonObject:
-    """Return the values that the list shows for a run."""
-    losses = {name: history.latest(key) for name, key in _LOSSES.items()}
-    return {
-        "run": str(history.folder),
-        "state": history.state,
-        "step": history.step,
-        "max_steps": history.settings.get("max_steps"),
-        **losses,
-        "age": round(_age(history), 1),
-    }
-
-
 def _print_table(runs: list[JsonObject]) -> None:
     width = max(3, *(len(run["run"]) for run in runs)) + 2
     print(f"{'run':<{width}}{'state':<12}{'step':>15}{'loss':>10}{'eval loss':>10}{'age':>10}")
@@ -161,9 +150,7 @@ def _print_table(runs: list[JsonObject]) -> None:
         step = f"{run['step']:,}"
         if run["max_steps"]:
             step += f"/{run['max_steps']:,}"
-        losses = ""
-        for key in _LOSSES:
-            losses += f"{_format_loss(run[key]):>10}"
+        losses = "".join(f"{_format_loss(run[key]):>10}" for key in _LOSSES)
         age = duration_text(run["age"])
         print(printable(f"{run['run']:<{width}}{run['state']:<12}{step:>15}{losses}{age:>10}"))
 
@@ -181,7 +168,10 @@ def _check(path: Path, as_json: bool) -> bool:
     history = History.read(path)
     saved = checkpoints(folder)
     set_aside = sorted(damaged.name for damaged in folder.glob("damaged-*"))
-    is_lost = not saved and (bool(set_aside) or _has_saved(history))
+    # While a run is running, the step in status.json is that of its latest checkpoint.
+    state = history.status.get("state")
+    has_saved = state in _STATES_AFTER_A_SAVE or (state == "running" and history.status.get("step"))
+    is_lost = not saved and bool(set_aside or has_saved)
     summary = history.summary()
 
     if not as_json:
@@ -213,14 +203,6 @@ def _check(path: Path, as_json: bool) -> bool:
     elif not saved:
         say("none", "no checkpoint has been made yet")
     return is_well
-
-
-def _has_saved(history: History) -> bool:
-    """Return whether a run must have saved a checkpoint at some time."""
-    state = history.status.get("state")
-    # While a run is running, the step in status.json is that of its latest checkpoint.
-    is_past_a_save = state == "running" and bool(history.status.get("step"))
-    return is_past_a_save or state in _STATES_AFTER_A_SAVE
 
 
 def _read_checkpoints(paths: list[Path], fingerprint: str | None) -> Iterator[JsonObject]:
@@ -264,9 +246,6 @@ def _checkpoint_line(checkpoint: JsonObject) -> str:
     eval_loss = _format_loss(checkpoint["eval_loss"])
     numbers = f"{checkpoint['step']:>10}{size:>12}  {written:<19}{eval_loss:>10}"
     return f"{numbers}  {'; '.join(remarks)}"
-
-
-# --- numbers as text
 
 
 def _format_loss(loss: float | None) -> str:

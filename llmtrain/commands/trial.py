@@ -197,8 +197,10 @@ class FinishedRun:
         syncs = max((entry.get("train/gradient_syncs") or 0 for entry in entries), default=0)
         if syncs > 1 and not other.has("sync_each_batch"):
             faults.append(f"gradients are reduced {syncs} times in a step; once is enough")
-        if same_bits:
-            faults += _differing_bits(self.state_hashes, other.state_hashes)
+        files = {*self.state_hashes.items()} ^ {*other.state_hashes.items()}
+        if same_bits and files:
+            names = ", ".join(sorted({name for name, _ in files}))
+            faults.append(f"some bits of the last checkpoint differ, in {names}")
         if same_bits and deviations["eval_loss"].first_step is not None:
             faults.append("eval losses differ in some bits")
 
@@ -212,18 +214,6 @@ class FinishedRun:
             digest=other.digest,
             wrong=[f"{other.name}: {fault}" for fault in faults],
         )
-
-
-def _differing_bits(hashes: dict[str, str], other_hashes: dict[str, str]) -> list[str]:
-    """Return a fault for the weights and the optimizer, and one for each part, that differ."""
-    faults = set()
-    for file in hashes.keys() | other_hashes.keys():
-        if hashes.get(file) != other_hashes.get(file):
-            folder, name, *_ = Path(file).parts
-            is_part = folder == "parts"
-            subject = f"the state of {name} differs" if is_part else "weights or optimizer differ"
-            faults.add(f"{subject} in some bits")
-    return sorted(faults, reverse=True)
 
 
 class Trial:
@@ -267,7 +257,7 @@ class Trial:
         }
 
     def run(
-        self, processes: int, folder: str, name: str | None = None, micro_batch: int | None = None
+        self, processes: int, folder: str, name: str | None = None, **flags: int
     ) -> FinishedRun:
         """Start the recipe on a layout, and wait until it ends.
 
@@ -275,14 +265,14 @@ class Trial:
             processes: the number of processes.
             folder: the name of the folder of the run.
             name: what to call the run in messages, if not by its processes.
-            micro_batch: rows of a micro-batch; ``None`` leaves them to the recipe.
+            flags: further flags of the recipe.
 
         Raises:
             UserError: if the recipe failed, with its own message.
         """
         name = name or pluralize(processes, "process")
         try:
-            run_command(self._command(processes, folder, micro_batch), self.on_cpu)
+            run_command(self._command(processes, folder, **flags), self.on_cpu)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
         return FinishedRun(name, self.scratch / folder, is_float64=self.arguments.float64)
@@ -316,14 +306,12 @@ class Trial:
         entries = read_lines(self.scratch / folder / "metrics.jsonl")
         return int(entries[-1]["step"]) if entries else -1
 
-    def _command(self, processes: int, folder: str, micro_batch: int | None = None) -> list[str]:
+    def _command(self, processes: int, folder: str, **flags: int) -> list[str]:
         recipe = [self.arguments.recipe, *self.arguments.flags]
         if self.arguments.float64:
             script = self.scratch / "in_float64.py"
             script.write_text(_IN_FLOAT64)
             recipe.insert(0, str(script))
 
-        flags: JsonObject = self._forced_flags | {"output_dir": self.scratch / folder}
-        if micro_batch is not None:
-            flags["per_device_train_batch_size"] = micro_batch
-        return recipe_command(recipe, flags, processes, self.arguments.config_file)
+        all_flags = self._forced_flags | {"output_dir": self.scratch / folder} | flags
+        return recipe_command(recipe, all_flags, processes, self.arguments.config_file)

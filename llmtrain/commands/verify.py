@@ -124,7 +124,7 @@ def _verify_layouts(trial: Trial) -> _Result:
     if is_bitwise:
         reference = trial.run(1, "0")
     else:
-        reference = trial.run(1, "0", name="1 row at a time", micro_batch=1)
+        reference = trial.run(1, "0", name="1 row at a time", per_device_train_batch_size=1)
     return _Result(
         reference=reference,
         comparisons=[reference.compare(outcome, same_bits=is_bitwise) for outcome in outcomes],

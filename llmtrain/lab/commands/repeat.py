@@ -9,7 +9,6 @@ The exit status is that of the run that did not finish, or 0.
 import argparse
 import shlex
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from llmtrain.errors import UserError
 from llmtrain.files import json_text
 from llmtrain.lab.commands.compare import as_json, compare_groups, group_lines
 from llmtrain.launching.children import (
-    Ending,
     has_too_few_gpus,
     process_count,
     recipe_command,
@@ -35,8 +33,6 @@ EXAMPLES = (
 )
 
 _STDERR = 2  # the file descriptor
-_SAVE_SECONDS = 60.0  # for a run that still saves after its launcher has ended
-_POLL_SECONDS = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,40 +56,31 @@ def run(arguments: argparse.Namespace) -> None:
     processes = process_count(arguments.processes, arguments.config_file, default=1)
     settings = _recipe_settings(arguments)
     output_dir = next(candidate_folders(settings["output_dir"]))
-    first_seed = settings["seed"]
-    seeds = range(first_seed, first_seed + arguments.count)
-    for seed in seeds:
-        _check_folder(arguments, _seed_folder(output_dir, seed), seed)
+    folders = {}
+    recipes = {}
+    for seed in range(settings["seed"], settings["seed"] + arguments.count):
+        folders[seed] = output_dir.with_name(f"{output_dir.name}-seed-{seed}")
+        # These flags override those of the user.
+        flags = ["--seed", str(seed), "--output_dir", str(folders[seed])]
+        recipes[seed] = [arguments.recipe, *arguments.flags, *flags]
+        _check_folder(folders[seed], recipes[seed])
 
-    for i, seed in enumerate(seeds, start=1):
-        folder = _seed_folder(output_dir, seed)
-        history = History.read(folder)
-        if history.state == "finished":
-            _report(arguments, f"{seed}: {folder} is finished")
-            continue
+    for i, (seed, folder) in enumerate(folders.items(), start=1):
+        is_finished = History.read(folder).state == "finished"
+        progress = " is finished" if is_finished else f", {i} of {len(folders)}"
+        if not arguments.json:
+            say("seed", f"{seed}: {folder}{progress}")
+        if not is_finished:
+            _run_seed(arguments, processes, recipes[seed], folder)
 
-        _report(arguments, f"{seed}: {folder}, {i} of {len(seeds)}")
-        ending = _run_seed(arguments, processes, output_dir, seed)
-        if ending.status or History.read(folder).state != "finished":
-            _stop(arguments, seed, folder, ending)
-
-    _summarise(arguments, output_dir, seeds)
-
-
-def _report(arguments: argparse.Namespace, text: str) -> None:
-    """Print a line about a seed, unless stdout is for JSON."""
-    if not arguments.json:
-        say("seed", text)
-
-
-def _seed_folder(output_dir: Path, seed: int) -> Path:
-    """Return the folder of the run with a seed, such as ``runs/gpt-seed-1`` for ``runs/gpt``."""
-    return output_dir.with_name(f"{output_dir.name}-seed-{seed}")
-
-
-def _seed_flags(folder: Path, seed: int) -> list[str]:
-    """Return the flags that make the run of a seed. They override those of the user."""
-    return ["--seed", str(seed), "--output_dir", str(folder)]
+    comparison = compare_groups([History.of_run(folder) for folder in folders.values()])
+    if arguments.json:
+        print(json_text(as_json(comparison), indent=1))
+        return
+    other = output_dir.with_name("OTHER")
+    compare = f"llmtrain compare {output_dir}-seed-* {other}-seed-*"
+    following = labelled("next", f"repeat another setting with these seeds, then {compare}")
+    print("\n".join([*group_lines(comparison), following]))
 
 
 # --- the recipe, and runs that exist
@@ -118,8 +105,12 @@ def _recipe_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def _check_folder(arguments: argparse.Namespace, folder: Path, seed: int) -> None:
+def _check_folder(folder: Path, recipe: list[str]) -> None:
     """Check that the folder of a seed is free, or holds a run of the same command.
+
+    Args:
+        folder: the folder.
+        recipe: the recipe and its flags.
 
     Raises:
         UserError: if it is neither.
@@ -131,8 +122,7 @@ def _check_folder(arguments: argparse.Namespace, folder: Path, seed: int) -> Non
 
     starts = History.of_run(folder).starts
     recorded: list[str] = (starts or [{}])[-1].get("command") or []
-    command = [arguments.recipe, *arguments.flags, *_seed_flags(folder, seed)]
-    if recorded != redacted(command):
+    if recorded != redacted(recipe):
         raise UserError(
             f"{folder} holds a run of another command ({shlex.join(recorded)}); use another "
             "--output_dir."
@@ -142,10 +132,10 @@ def _check_folder(arguments: argparse.Namespace, folder: Path, seed: int) -> Non
 # --- the runs
 
 
-def _run_seed(arguments: argparse.Namespace, processes: int, output_dir: Path, seed: int) -> Ending:
-    """Run the recipe with a seed until it ends."""
-    folder = _seed_folder(output_dir, seed)
-    recipe = [arguments.recipe, *arguments.flags, *_seed_flags(folder, seed)]
+def _run_seed(
+    arguments: argparse.Namespace, processes: int, recipe: list[str], folder: Path
+) -> None:
+    """Run the recipe until it ends; if the run is not finished then, exit with its status."""
     command = recipe_command(recipe, {}, processes, arguments.config_file)
     # One process chooses its device itself.
     on_cpu = processes > 1 and has_too_few_gpus(processes, arguments.config_file)
@@ -153,39 +143,12 @@ def _run_seed(arguments: argparse.Namespace, processes: int, output_dir: Path, s
     stdout = _STDERR if arguments.json else None
     ending = run_to_end(command, on_cpu=on_cpu, stdout=stdout)
 
-    # A launcher may end at once when it is asked to stop, while the run still saves.
-    deadline = time.monotonic() + _SAVE_SECONDS
-    while History.read(folder).is_in_progress and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-    return ending
-
-
-def _stop(arguments: argparse.Namespace, seed: int, folder: Path, ending: Ending) -> None:
-    """Say how to go on after a seed that has not finished, and exit with its status."""
-    state = History.read(folder).summary() if is_run(folder) else "it has not begun"
-    text = (
-        f"seed {seed} has not finished in {folder}: {state}; the same command again goes on with it"
-    )
+    history = History.read(folder)
+    if history.state == "finished" and not ending.status:
+        return
+    state = history.summary() if is_run(folder) else "it has not begun"
+    text = f"{folder} has not finished: {state}; the same command again goes on with it"
     print(labelled("stopped", text), file=sys.stderr)
     if ending.stop_signal is not None:
         sys.exit(128 + ending.stop_signal)  # a launcher has another status
     sys.exit(ending.status or 1)
-
-
-def _summarise(arguments: argparse.Namespace, output_dir: Path, seeds: range) -> None:
-    """Print how much the eval loss varies, and how to compare it with that of another setting."""
-    histories = [History.of_run(_seed_folder(output_dir, seed)) for seed in seeds]
-    comparison = compare_groups(histories)
-    if arguments.json:
-        print(json_text(as_json(comparison), indent=1))
-        return
-
-    lines = group_lines(comparison)
-    if len(comparison.groups) > 1:
-        text = "the runs are not alike: see the names of the groups above"
-        lines.append(labelled("differ", text))
-
-    other = output_dir.with_name("OTHER")
-    compare = f"llmtrain compare {output_dir}-seed-* {other}-seed-*"
-    lines.append(labelled("next", f"repeat another setting with these seeds, then {compare}"))
-    print("\n".join(lines))

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import filelock
 import pytest
 
 from llmtrain.lab.commands import repeat
-from llmtrain.launching.children import run_to_end
+from llmtrain.launching.children import Ending, run_to_end
 from llmtrain.record.history import History
 from tests.command_line import run_cli
 from tests.lab.seed_runs import write_run
@@ -40,7 +39,7 @@ def printed_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(repeat, "run_command", lambda *_, **__: text)
 
 
-RunToEnd = Callable[[int, Path], repeat.Ending]
+RunToEnd = Callable[[int, Path], Ending]
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def replace_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[RunToEnd], None]:
     """A function that replaces the process of each run by a function of its seed and folder."""
 
     def replace_runs(run_seed: RunToEnd) -> None:
-        def run_to_end(command: list[str], **_: Any) -> repeat.Ending:
+        def run_to_end(command: list[str], **_: Any) -> Ending:
             _, seed, _, folder = command[-4:]  # --seed 3 --output_dir runs/gpt-seed-3
             return run_seed(int(seed), Path(folder))
 
@@ -62,10 +61,10 @@ def started_seeds(printed_settings: None, replace_runs: Callable[[RunToEnd], Non
     """The seeds that are started. Each run finishes at once."""
     seeds: list[int] = []
 
-    def finish(seed: int, folder: Path) -> repeat.Ending:
+    def finish(seed: int, folder: Path) -> Ending:
         seeds.append(seed)
         write_finished_run(folder, seed)
-        return repeat.Ending(status=0, stop_signal=None)
+        return Ending(status=0, stop_signal=None)
 
     replace_runs(finish)
     return seeds
@@ -134,43 +133,18 @@ def test_a_run_that_does_not_finish_ends_the_command_with_its_status(
     tmp_path: Path,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    def stop(seed: int, folder: Path) -> repeat.Ending:
+    def stop(seed: int, folder: Path) -> Ending:
         write_run(folder, seed, LOSSES, state=state)
-        return repeat.Ending(*ending)
+        return Ending(*ending)
 
     replace_runs(stop)
 
     status, out, err = run_cli(capsys, "repeat", "2", GPT)
 
     assert status == expected_status
-    assert f"seed 3 has not finished in {tmp_path}/gpt-seed-3: {state} at step 40" in err
+    assert f"{tmp_path}/gpt-seed-3 has not finished: {state} at step 40" in err
     assert "the same command again goes on with it" in err
     assert "4: " not in out
-
-
-def test_a_run_that_still_saves_after_its_launcher_has_ended_is_waited_for(
-    printed_settings: None,
-    replace_runs: Callable[[RunToEnd], None],
-    capsys: pytest.CaptureFixture,
-) -> None:
-    def stop(seed: int, folder: Path) -> repeat.Ending:
-        write_run(folder, seed, LOSSES, state="running")
-        lock = filelock.FileLock(folder / ".lock")
-        lock.acquire()
-
-        def save() -> None:
-            (folder / "status.json").write_text('{"state": "preempted", "step": 40}')
-            lock.release()
-
-        threading.Timer(0.3, save).start()
-        return repeat.Ending(status=1, stop_signal=signal.SIGINT)
-
-    replace_runs(stop)
-
-    status, _, err = run_cli(capsys, "repeat", "1", GPT)
-
-    assert status == 128 + signal.SIGINT
-    assert "preempted at step 40" in err
 
 
 @pytest.mark.parametrize(
@@ -245,7 +219,7 @@ def test_seeds_run_stop_resume_and_are_compared(tmp_path: Path) -> None:
     stopped = wait(process)
     assert stopped.status == 128 + signal.SIGTERM
     assert states_of(folders[:1]) == ["preempted"]
-    assert "seed 0 has not finished" in stopped.err
+    assert "gpt-seed-0 has not finished" in stopped.err
     assert "asked to stop by SIGTERM" in stopped.err
     assert not folders[1].exists()
 
