@@ -30,7 +30,9 @@ def main() -> None:
         seconds_by_rank = engine.ranks.gather_numbers(engine.phases.read())
         late_ranks.append(stragglers.find_new(seconds_by_rank))
         if step == 8:
-            _show_phases(seconds_by_rank)
+            for phase, seconds_of_ranks in seconds_by_rank.items():
+                times = "".join(f"{1000 * seconds:8.1f} ms" for seconds in seconds_of_ranks)
+                show_measured(f"{phase:<10}{times}")
 
     # A rank is named when it is late for the second time in a row, and not again after that.
     first, second, third = late_ranks
@@ -41,9 +43,3 @@ def main() -> None:
     show_measured(f"late      {second}")
     assert first is None
     assert third is None
-
-
-def _show_phases(seconds_by_rank: dict[str, list[float]]) -> None:
-    for phase, seconds_of_ranks in seconds_by_rank.items():
-        times = "".join(f"{1000 * seconds:8.1f} ms" for seconds in seconds_of_ranks)
-        show_measured(f"{phase:<10}{times}")

@@ -25,7 +25,8 @@ def main() -> None:
             while not any((folder / "checkpoints").glob("step-*[1-9]0")):
                 assert launcher.poll() is None, "the run ended too early"
                 time.sleep(0.01)
-            _kill_rank(launcher.pid, "1")
+            workers = psutil.Process(launcher.pid).children()
+            next(worker for worker in workers if worker.environ().get("RANK") == "1").kill()
             show("rank 1 was killed with SIGKILL, in a run that had saved step 10 or a later one")
 
         first_start, second_start = json.loads((folder / "run.json").read_text())["starts"]
@@ -40,9 +41,3 @@ def main() -> None:
         f"every step from 1 to {STEPS} is logged once",
         logged_steps == list(range(1, STEPS + 1)),
     )
-
-
-def _kill_rank(launcher_pid: int, rank: str) -> None:
-    """Kill a worker of torchrun with SIGKILL."""
-    workers = psutil.Process(launcher_pid).children()
-    next(worker for worker in workers if worker.environ().get("RANK") == rank).kill()

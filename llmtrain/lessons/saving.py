@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from llmtrain.lessons.common import claim, show, training_run
 
@@ -33,7 +34,10 @@ def main() -> None:
             "8 steps on 2 processes, or 4 on 2 and then 4 on 1: weights differ by less than 1e-5",
             _have_same_weights(two_processes, one_process),
         )
-        _load_in_transformers(two_processes / "model")
+        model = AutoModelForCausalLM.from_pretrained(two_processes / "model")
+        parameters = model.num_parameters()
+        show(f"transformers loads it: {type(model).__name__}, {parameters:,} parameters")
+        assert all(bool(torch.isfinite(weight).all()) for weight in model.state_dict().values())
 
 
 def _have_same_weights(first: Path, second: Path) -> bool:
@@ -44,11 +48,3 @@ def _have_same_weights(first: Path, second: Path) -> bool:
         float((weight - second_weights[name]).norm() / weight.norm()) < 1e-5
         for name, weight in first_weights.items()
     )
-
-
-def _load_in_transformers(folder: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    show(f"transformers loads it: {type(model).__name__}, {model.num_parameters():,} parameters")
-    assert all(bool(torch.isfinite(weight).all()) for weight in model.state_dict().values())

@@ -8,9 +8,8 @@ FSDP when it does not.
 import os
 
 import torch
-from accelerate import Accelerator
 
-from llmtrain import GPT, OptimConfig
+from llmtrain import OptimConfig
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import (
     BLOCK,
@@ -31,11 +30,7 @@ def main() -> None:
     """Train a model with FSDP, and the same model in one process."""
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     accelerator = start_accelerator()
-    _train_sharded(accelerator, small_gpt())
-
-
-def _train_sharded(accelerator: Accelerator, full_model: GPT) -> None:
-    """Train a sharded model on all ranks, and the full model in each rank by itself."""
+    full_model = small_gpt()
     with torch.device("meta"):
         model = small_gpt()
     place_sharded(ranks_of(accelerator), model, model.initial_weights(0))

@@ -206,7 +206,18 @@ def _hint(first: Divergence, suspects: list[Difference]) -> str:
 
 def diff_lines(difference: RunDifference, name_a: str, name_b: str) -> list[str]:
     """Return the difference of two runs, which have these names, as lines of text."""
-    lines = [_final_loss_line(loss, name_a, name_b) for loss in difference.final_losses]
+    lines = []
+    for loss in difference.final_losses:
+        change = loss["value_b"] - loss["value_a"]
+        step_b = f" at step {loss['step_b']}" if loss["step_b"] != loss["step_a"] else ""
+        text = (
+            f"{loss['value_a']:.4f} in {name_a} at step {loss['step_a']}, "
+            f"{loss['value_b']:.4f} in {name_b}{step_b}"
+        )
+        if not math.isnan(change):
+            text += f": {round(change, 4) + 0.0:+.4f}"  # no negative zero
+        lines.append(labelled(loss["name"], text))
+
     others = [labelled("also", str(other)) for other in difference.others]
     first = difference.first
     if first is not None:
@@ -237,15 +248,6 @@ def diff_lines(difference: RunDifference, name_a: str, name_b: str) -> list[str]
         agreement = f"within {difference.largest_difference:.0e}, which rounding explains"
     quantities = f"rows, losses, norms and weights of {difference.common_entries} log entries"
     return [*lines, labelled("same", f"{quantities}, {agreement}"), *others]
-
-
-def _final_loss_line(loss: JsonObject, name_a: str, name_b: str) -> str:
-    value_a = loss["value_a"]
-    value_b = loss["value_b"]
-    step_b = f" at step {loss['step_b']}" if loss["step_b"] != loss["step_a"] else ""
-    change = round(value_b - value_a, 4) + 0.0  # no negative zero
-    text = f"{value_a:.4f} in {name_a} at step {loss['step_a']}, {value_b:.4f} in {name_b}{step_b}"
-    return labelled(loss["name"], text if math.isnan(change) else f"{text}: {change:+.4f}")
 
 
 def _format_value(value: Json) -> str:

@@ -77,7 +77,11 @@ def html(runs: Sequence[History]) -> str:
     """
     from jinja2 import Environment, StrictUndefined
 
-    plotly = _plotly_js()
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise UserError("llmtrain report needs plotly: pip install 'llmtrain[lab]'.") from None
+
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
@@ -105,17 +109,8 @@ def html(runs: Sequence[History]) -> str:
         events=events(runs),
         samples=_shown_samples(runs),
         now=time.time(),
-        plotly=plotly,
+        plotly=get_plotlyjs(),
     )
-
-
-def _plotly_js() -> str:
-    """Return the source of plotly.js."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise UserError("llmtrain report needs plotly: pip install 'llmtrain[lab]'.") from None
-    return str(get_plotlyjs())
 
 
 def summary(runs: Sequence[History]) -> JsonObject:
@@ -168,14 +163,48 @@ def events(runs: Sequence[History]) -> list[Event]:
     """Return the events in all runs, ordered by time."""
     all_events: list[Event] = []
     for number, run in enumerate(runs):
-        all_events += _recorded_events(number, run)
-        all_events += _resume_events(number, run)
+        for entry in run.events:
+            when = entry.get("time")
+            if not isinstance(when, int | float):
+                continue
+            event = Event(
+                when=when,
+                run=number,
+                step=entry["step"],
+                kind=str(entry.get("kind")),
+                text=str(entry.get("text")),
+            )
+            all_events.append(event)
+        for start in run.starts:
+            when = seconds_of(start.get("time"))
+            if when is None or not start.get("step"):
+                continue
+            event = Event(
+                when=when,
+                run=number,
+                step=start["step"],
+                kind="resumed",
+                text=_resume_text(run, start),
+            )
+            all_events.append(event)
 
     # Several ranks may have recorded the same event. The earliest record stays.
     unique: dict[tuple[int, int, str, str], Event] = {}
     for event in sorted(all_events):
         unique.setdefault(event[1:], event)
     return sorted(unique.values())
+
+
+def _resume_text(run: History, start: JsonObject) -> str:
+    """Return where a start of a run resumed it."""
+    processes = start.get("processes")
+    text = "1 process" if processes == 1 else f"{processes} processes"
+    text += f" on {start.get('host')}"
+    if start.get("restart"):
+        text += f"; restart {start['restart']} by the launcher"
+    if run.extends and start is run.starts[0]:
+        text += f"; extends {run.extends.get('run')}"
+    return text
 
 
 def _format_overview(values: JsonObject) -> dict[str, str]:
@@ -218,43 +247,6 @@ def _format_overview(values: JsonObject) -> dict[str, str]:
         "code": text("git_sha"),
         "latest start": latest_start,
     }
-
-
-def _recorded_events(number: int, run: History) -> list[Event]:
-    """Return the events that a run, which has this index, has recorded in its folder."""
-    recorded = []
-    for entry in run.events:
-        when = entry.get("time")
-        if isinstance(when, int | float):
-            event = Event(
-                when=when,
-                run=number,
-                step=entry["step"],
-                kind=str(entry.get("kind")),
-                text=str(entry.get("text")),
-            )
-            recorded.append(event)
-    return recorded
-
-
-def _resume_events(number: int, run: History) -> list[Event]:
-    """Return an event for each start of a run that resumed from a checkpoint."""
-    resumes = []
-    for start in run.starts:
-        when = seconds_of(start.get("time"))
-        if when is None or not start.get("step"):
-            continue
-
-        processes = start.get("processes")
-        text = "1 process" if processes == 1 else f"{processes} processes"
-        text += f" on {start.get('host')}"
-        if start.get("restart"):
-            text += f"; restart {start['restart']} by the launcher"
-        if run.extends and start is run.starts[0]:
-            text += f"; extends {run.extends.get('run')}"
-        event = Event(when=when, run=number, step=start["step"], kind="resumed", text=text)
-        resumes.append(event)
-    return resumes
 
 
 def _shown_samples(runs: Sequence[History]) -> list[tuple[int, JsonObject]]:

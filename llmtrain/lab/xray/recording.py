@@ -197,7 +197,10 @@ class Recording:
         """
         lags_by_rank: list[list[float]] = [[] for _ in range(self.processes)]
         for step in self.steps:
-            ready = [self._first_ready(step, rank) for rank in range(self.processes)]
+            ready = []
+            for rank in range(self.processes):
+                sent = [transfer.ready for transfer in self.sent_by(step, rank)]
+                ready.append(min(sent, default=0.0))
             first = min(ready)
             for lags, seconds in zip(lags_by_rank, ready, strict=True):
                 lags.append(seconds - first)
@@ -205,10 +208,6 @@ class Recording:
         mean_lags = [statistics.mean(lags) for lags in lags_by_rank]
         rank = max(range(self.processes), key=mean_lags.__getitem__)
         return rank, mean_lags[rank]
-
-    def _first_ready(self, step: int, rank: int) -> float:
-        """Return when a process filled its first bucket of a step; 0 if it sent none."""
-        return min((transfer.ready for transfer in self.sent_by(step, rank)), default=0.0)
 
     def bucket_times(self, number: int) -> dict[str, float]:
         """Return when a bucket was ``ready``, ``began`` to travel and ``ended``, on rank 0.

@@ -16,31 +16,27 @@ def summary(recording: Recording) -> JsonObject:
     In a ring all-reduce every process sends 2 (N - 1) / N of the bytes that are reduced. No
     algorithm sends less (Patarasuk and Yuan, 2009, DOI 10.1016/j.jpdc.2008.09.002).
     """
+    processes = recording.processes
     numbers: JsonObject = {
         "steps": recording.steps,
-        "processes": recording.processes,
+        "processes": processes,
         "seconds": recording.seconds(),
         "buckets": [],
+        "recording_seconds": recording.cost,
     }
-    if recording.transfers:
-        numbers |= _transfer_summary(recording)
-    numbers["recording_seconds"] = recording.cost
-    return numbers
+    if not recording.transfers:
+        return numbers
 
-
-def _transfer_summary(recording: Recording) -> JsonObject:
-    """Return the numbers of :func:`summary` that exist if DDP has sent buckets."""
-    processes = recording.processes
     steps = len(recording.steps)
     communication = recording.communication()
     last_rank, last_rank_after = recording.last_rank()
-    all_bytes = sum(transfer.sent_bytes for transfer in recording.transfers)
-    sent_bytes = all_bytes / (processes * steps)
+    sent_by_all = sum(transfer.sent_bytes for transfer in recording.transfers)
+    sent_bytes = sent_by_all / (processes * steps)
     buckets = [
         {"bucket": number, **bucket._asdict(), **recording.bucket_times(number)}
         for number, bucket in sorted(recording.buckets.items())
     ]
-    return {
+    return numbers | {
         "buckets": buckets,
         "collectives": recording.collectives(),
         "hidden_seconds": communication.hidden,
