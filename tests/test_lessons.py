@@ -1,15 +1,12 @@
 """The lessons hold, and docs/explanation/ddp.md shows what they print. LLMTRAIN_WRITE_DOCS=1 writes it there instead."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llmtrain.errors import UserError
 from llmtrain.lessons import LESSONS
-from llmtrain.lessons import __main__ as process_of_lesson
 from llmtrain.lessons.learn import title
 from tests.launching import BIN, ROOT, WRITE_DOCS, long_form, run
 
@@ -55,12 +52,6 @@ def test_every_lesson_is_listed_with_its_title_and_stands_on_the_page_in_order()
     for lesson in LESSONS:
         assert re.search(rf"^  {lesson} +{re.escape(title(lesson))}$", listed, re.MULTILINE)
     assert re.findall(r"^\$ llmtrain learn (\w+)$", PAGE.read_text(), re.MULTILINE) == list(LESSONS)
-
-
-def test_a_lesson_names_the_processes_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["lessons", "sharding"])
-    with pytest.raises(UserError, match="needs 2 processes, and 1 started; use: llmtrain learn"):
-        process_of_lesson.main()
 
 
 @long_form

@@ -137,18 +137,6 @@ def test_sent_bytes_are_compared_with_those_of_a_ring() -> None:
     ) in "\n".join(as_lines(summary(recording())))
 
 
-def test_the_table_says_how_often_gradients_were_sent() -> None:
-    regular = recording()
-    assert regular.collectives() == [[2], [2]]
-    assert "collectives   2 per step, in its last micro-batch, for 2 buckets" in "\n".join(
-        as_lines(summary(regular))
-    )
-
-    irregular = recording()
-    irregular.transfers[0] = irregular.transfers[0]._replace(step=7)
-    assert "differ between steps" in "\n".join(as_lines(summary(irregular)))
-
-
 def test_the_first_line_says_that_the_gathers_of_fsdp2_are_not_shown() -> None:
     sharded = recording()
     assert "FSDP2" not in as_lines(summary(sharded))[0]

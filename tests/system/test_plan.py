@@ -180,19 +180,6 @@ def test_a_plan_is_printed_as_tables(text_file: Path, capsys: pytest.CaptureFixt
     assert layouts == 2 * ["DDP", "FSDP2"]
 
 
-def test_a_model_of_transformers_is_planned_from_its_configuration(
-    text_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = shlex.split(f"--dataset {text_file} --processes 2 --device a100-40gb")
-
-    plan = planned(capsys, [FINETUNE, *SMALL_LLAMA, *flags])
-
-    ddp, fsdp2 = plan["layouts"]
-    assert (ddp["name"], fsdp2["name"]) == ("DDP", "FSDP2")
-    half_of_the_weights = ddp["bytes"]["weights"] / 2
-    assert fsdp2["bytes"]["weights"] == pytest.approx(half_of_the_weights, rel=0.01)
-
-
 def test_a_base_in_4_bits_is_planned_without_its_weights_and_without_a_gpu(
     text_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,9 +22,8 @@ from llmtrain.launching.children import gpu_count
 NCCL_LATENCY = {"inside": 2e-6, "between": 10e-6}
 GLOO_LATENCY = {"inside": 30e-6, "between": 100e-6}
 
-# Sizes of the square matrices whose product measures a device, and how often it is computed.
-_MATRIX_SIZES_CPU = (192, 768)
-_MATRIX_SIZES_GPU = (1024, 4096)
+# Sizes of the square matrices whose product measures a CPU, and how often it is computed.
+_MATRIX_SIZES = (192, 768)
 _PRODUCTS = 20
 
 
@@ -137,7 +136,7 @@ def _this_cpu(processes: int) -> Device:
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a square matrix product, the best of several."""
     best = 0.0
-    for size in _MATRIX_SIZES_GPU if device.type == "cuda" else _MATRIX_SIZES_CPU:
+    for size in _MATRIX_SIZES:
         flops = 2 * size**3
         # If the larger product would take more than a second, this precision is emulated here.
         if best and _PRODUCTS * flops / best > 1:

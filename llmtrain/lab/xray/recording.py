@@ -176,19 +176,6 @@ class Recording:
             waited=max(0.0, _total(waiting) - travelling_while_waiting),
         )
 
-    def collectives(self) -> list[list[int]]:
-        """Return how many buckets rank 0 sent in each micro-batch, for each step."""
-        counts = []
-        for step in self.steps:
-            micro_batches = {
-                span.micro_batch
-                for span in self.spans
-                if span.step == step and span.micro_batch >= 0
-            }
-            sent_in = [transfer.micro_batch for transfer in self.sent_by(step, rank=0)]
-            counts.append([sent_in.count(micro_batch) for micro_batch in sorted(micro_batches)])
-        return counts
-
     def last_rank(self) -> tuple[int, float]:
         """Return the process that fills the first bucket last, in the mean over the steps.
 

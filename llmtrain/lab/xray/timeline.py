@@ -38,7 +38,6 @@ def summary(recording: Recording) -> JsonObject:
     ]
     return numbers | {
         "buckets": buckets,
-        "collectives": recording.collectives(),
         "hidden_seconds": communication.hidden,
         "exposed_seconds": communication.exposed,
         "waited_seconds": communication.waited,
