@@ -4,9 +4,9 @@
 and ``python tools/flows.py batch`` for such a row on its way from disk to a tensor.
 ``python tools/flows.py model`` prints it for a model from its name to the first loss, ``step`` for
 a training step, from one batch to the next, ``save`` for a checkpoint, the finished model and a
-resume, ``run`` for a run of six steps, and ``flag`` for ``--learning_rate`` from the command line
-to the parameter groups of the optimizer. ``--list`` prints the names, too. Comprehensions and
-lambdas are part of the function that has them.
+resume, ``run`` for a run of six steps, ``plan`` for a plan of it on two GPUs, and ``flag`` for
+``--learning_rate`` from the command line to the parameter groups of the optimizer. ``--list``
+prints the names, too. Comprehensions and lambdas are part of the function that has them.
 """
 
 import argparse
@@ -159,6 +159,17 @@ def learning_rate(folder: Path) -> Callable[[], Any]:
     return set_rate
 
 
+def plan(folder: Path) -> Callable[[], Any]:
+    """Return a function that plans a small model for two GPUs. Its rows are made before."""
+    from llmtrain.cli import main
+    from tests.launching import GPT, TINY, write_text
+
+    data = ["--dataset", str(write_text(folder / "text.txt"))]
+    command = ["plan", GPT, *TINY, *data, "--processes", "2", "--device", "h100-80gb"]
+    main(command)
+    return lambda: main(command)
+
+
 def one_step(folder: Path, passed: Passed) -> None:
     """Pass a step of a run: from its batch to that of the next step."""
     import llmtrain as lt
@@ -206,6 +217,7 @@ FLOWS = {
     "model": first_loss,
     "run": six_steps,
     "flag": learning_rate,
+    "plan": plan,
 }
 PARTS_OF_RUNS = {"step": one_step, "save": save_and_resume}
 
