@@ -5,6 +5,7 @@ JSON text, which field holds reasoning, whether reasoning is shown at all, how a
 answer without reasoning, and which token ends a turn. Short conversations show that.
 """
 
+import functools
 import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
@@ -139,9 +140,7 @@ class ChatTemplate:
         render: Any = chat_template_utils.render_jinja_template
         source = self.tokenizer.get_chat_template(tools=tools)
         if self.has_marks and marks is None:
-            # Blocks that do nothing: each generation block is a call of a macro, which takes as
-            # long as all else that is rendered of a message.
-            source = _GENERATION_TAG.sub(r"\1\2with\3", source)
+            source = _without_marks(source)
         try:
             [text], all_spans = render(
                 [messages],
@@ -256,6 +255,16 @@ class ChatTemplate:
             return eos
         after_turn = special.match(longer_text[len(text) :].lstrip())
         return after_turn[0] if after_turn else eos
+
+
+@functools.lru_cache
+def _without_marks(source: str) -> str:
+    """Replace the generation blocks of a template by blocks that do nothing.
+
+    A generation block is a call of a macro, which takes as long as all else that is rendered of a
+    message.
+    """
+    return _GENERATION_TAG.sub(r"\1\2with\3", source)
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:

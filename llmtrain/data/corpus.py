@@ -246,7 +246,10 @@ def write_stream(
                 is_begin = np.zeros(stop - start, np.bool_)
                 is_begin[np.maximum(begins[first:last], start) - start] = True
                 is_begin[tokens - start :][:1] = True  # the padding is a document of its own
-                values["position_ids"] = _positions(_overlapping_rows(is_begin, block_size))
+                # Positions restart at each document and at each row.
+                indices = np.arange(block_size + 1)
+                starts = np.where(_overlapping_rows(is_begin, block_size), indices, 0)
+                values["position_ids"] = indices - np.maximum.accumulate(starts, axis=1)
             write(values)
 
     digest = _digest_of_stream(store, stops, lengths, end, are_isolated)
@@ -269,14 +272,3 @@ def _digest_of_stream(
 def _overlapping_rows(stream: np.ndarray, block_size: int) -> np.ndarray:
     """Return the full rows [rows, block_size + 1] at the beginning of a stream."""
     return np.lib.stride_tricks.sliding_window_view(stream, block_size + 1)[::block_size]
-
-
-def _positions(is_begin: np.ndarray) -> np.ndarray:
-    """Return position ids [rows, width] that restart at each document and at each row.
-
-    Args:
-        is_begin: bool [rows, width], whether a token begins a document.
-    """
-    indices = np.arange(is_begin.shape[1])
-    starts = np.maximum.accumulate(np.where(is_begin, indices, 0), axis=1)
-    return indices - starts

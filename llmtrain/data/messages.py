@@ -97,36 +97,41 @@ def _message(raw: object, number: int) -> Message:
 
 
 def _tool_calls(raw_calls: object, place: str) -> list[Fields]:
-    """Check the tool calls of a message, a call or a list of calls, which may be JSON text."""
+    """Return the tool calls of a message in the format of OpenAI.
+
+    The name and the arguments are in a field ``function``. Arguments are an object, as most
+    templates take them. In the format of OpenAI they are JSON text. Absent, empty and ``null``
+    arguments are an empty object.
+
+    Args:
+        raw_calls: a call or a list of calls, which may be JSON text.
+        place: for error messages.
+    """
     calls = from_json(raw_calls)
     if isinstance(calls, dict):
         calls = [calls]
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise BadRecord(f"{place}: its calls are {raw_calls!r:.40}, not a list of objects")
-    return [_tool_call(call, place) for call in calls]
 
+    tool_calls = []
+    for raw in calls:
+        call: Fields = without_none(raw, everywhere=False)
+        function = {key: call.pop(key) for key in [*call] if key in ("name", "arguments")}
+        if isinstance(call.get("function"), dict):
+            function = without_none(call.pop("function"), everywhere=False)
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise BadRecord(f"{place} calls a tool without a name")
 
-def _tool_call(raw: Fields, place: str) -> Fields:
-    """Return a call in the format of OpenAI, with name and arguments in a field ``function``.
-
-    Arguments are an object, as most templates take them. In the format of OpenAI they are JSON
-    text. Absent, empty and ``null`` arguments are an empty object.
-    """
-    outer: Fields = without_none(raw, everywhere=False)
-    function = {key: outer.pop(key) for key in [*outer] if key in ("name", "arguments")}
-    if isinstance(outer.get("function"), dict):
-        function = without_none(outer.pop("function"), everywhere=False)
-    if not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadRecord(f"{place} calls a tool without a name")
-
-    arguments = from_json(function.get("arguments") or {})
-    if arguments is None:
-        arguments = {}
-    elif not isinstance(arguments, dict):
-        arguments = function["arguments"]
-    # A field that is on both levels, such as an id, stays outside.
-    function = {key: value for key, value in function.items() if key not in outer}
-    return {**outer, "type": "function", "function": {**function, "arguments": arguments}}
+        arguments = from_json(function.get("arguments") or {})
+        if arguments is None:
+            arguments = {}
+        elif not isinstance(arguments, dict):
+            arguments = function["arguments"]
+        # A field that is on both levels, such as an id, stays outside.
+        function = {key: value for key, value in function.items() if key not in call}
+        function["arguments"] = arguments
+        tool_calls.append({**call, "type": "function", "function": function})
+    return tool_calls
 
 
 def _text_of(content: object, field: str, place: str) -> str:

@@ -250,31 +250,22 @@ class GlobalBatchSampler:
         # all keys of orders of rows, which have two or three.
         key = key_of(self.seed, epoch, megabatch, len(borders) + 1)
         ascending = rows[np.argsort(self.lengths[rows], kind="stable")]
-        return _drawn_batches(ascending, self.batch_size, key)
+        count = -(-len(ascending) // self.batch_size)
+        drawn = permute(np.arange(count), count, key)
 
+        # Cut the sorted rows into batches, so that those of a micro-batch need little padding. The
+        # batch that is drawn last has the rest of the rows. It is a random one: if it were always
+        # cut from an end of the sorted rows, the last step of every epoch would have the shortest
+        # or the longest rows.
+        sizes = np.full(count, self.batch_size)
+        sizes[drawn[-1]] = len(ascending) - (count - 1) * self.batch_size
+        batches = np.split(ascending, np.cumsum(sizes)[:-1])
 
-def _drawn_batches(ascending: np.ndarray, batch_size: int, key: int) -> list[np.ndarray]:
-    """Cut rows into batches, so that those of a micro-batch need little padding.
-
-    Args:
-        ascending: the rows of a megabatch, sorted by length.
-        batch_size: the number of rows in a batch. One batch may have fewer.
-        key: chooses the order of the batches.
-    """
-    count = -(-len(ascending) // batch_size)
-    drawn = permute(np.arange(count), count, key)
-
-    # The batch that is drawn last has the rest of the rows. It is a random one: if it were always
-    # cut from an end of the sorted rows, the last step of every epoch would have the shortest or
-    # the longest rows.
-    sizes = np.full(count, batch_size)
-    sizes[drawn[-1]] = len(ascending) - (count - 1) * batch_size
-    batches = np.split(ascending, np.cumsum(sizes)[:-1])
-
-    # Every other batch is in descending order, so that no rank always has the longer rows.
-    return [
-        batches[number] if number % 2 == 0 else batches[number][::-1] for number in drawn.tolist()
-    ]
+        # Every other batch is in descending order, so that no rank always has the longer rows.
+        return [
+            batches[number] if number % 2 == 0 else batches[number][::-1]
+            for number in drawn.tolist()
+        ]
 
 
 class EvalSampler:

@@ -79,7 +79,7 @@ class TokenStore:
         """Close the file, and delete it."""
         with contextlib.suppress(OSError):  # what is left to write may not fit on the disk
             self._file.close()
-        self._path.unlink()
+        self._path.unlink(missing_ok=True)
 
     @property
     def bounds(self) -> np.ndarray:

@@ -4,7 +4,6 @@ import array
 import dataclasses
 import hashlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -51,8 +50,10 @@ class ReadRecord(NamedTuple, Generic[R]):
 
 
 @dataclass
-class Records(ABC, Generic[R]):
-    """The records of a source, each of which is training or eval data.
+class Records(Generic[R]):
+    """The conversations or preference records of a source, or its :class:`Documents`.
+
+    Each is training or eval data.
 
     A record is eval data if the hash of its content is below ``--eval_fraction``. So a record keeps
     its split if others are added. But if that chooses no eval data or far too many, as with a
@@ -84,8 +85,8 @@ class Records(ABC, Generic[R]):
     bad: dict[int, str] = dataclasses.field(default_factory=dict)
     is_cut: bool = False
     _splits: Splits | None = None
-    unit: ClassVar[str]
-    bad_row_hint: ClassVar[str] = ""
+    unit: ClassVar[str] = "conversation"
+    bad_row_hint: ClassVar[str] = "; fix it, or leave such records out with --on_bad_row skip"
 
     def divide(self) -> Splits:
         """Return the splits of the records. They are all read for it, unless they have been.
@@ -157,21 +158,32 @@ class Records(ABC, Generic[R]):
             raise UserError(f"{place}: {error}{self.bad_row_hint}.") from None
         self.bad.setdefault(number, f"{place}: {error}")
 
-    @abstractmethod
-    def measure(self, record: R) -> tuple[bytes, int]:
-        """Return what decides the split of a record, and its size as a part of the eval data."""
+    def measure(self, record: Any) -> tuple[bytes, int]:
+        """Return what decides the split of a record, and its size as a part of the eval data.
 
-    @abstractmethod
+        That is the prompt, so all answers to a prompt are in the same split.
+        """
+        hashed = record.prompt or record.messages  # the latter if it begins with an answer
+        return json_text(hashed, sort_keys=True, default=str).encode(), 1
+
     def parts(self) -> Iterator[tuple[int, Split | None, str]]:
-        """Read the records, and yield their texts.
+        """Read the records, and yield the texts of their messages.
 
         Yields:
             The number of the record, the split of the text if the record is cut, and the text.
         """
+        for read in self.read():
+            record: Any = read.record
+            for message in record.messages:
+                # Tokenizers cannot take half of a surrogate pair. Rendering reports its line.
+                text = message["content"].encode(errors="ignore").decode()
+                if text:
+                    yield read.number, None, text
 
-    @abstractmethod
     def choose_eval(self, hashes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Return which records are eval data if the fraction does not choose well.
+
+        These are the records with the smallest hashes, about ``--eval_fraction`` of them.
 
         Args:
             hashes: float64 [records], NaN if a record is bad.
@@ -180,6 +192,13 @@ class Records(ABC, Generic[R]):
         Returns:
             bool [records].
         """
+        ascending = np.sort(hashes[~np.isnan(hashes)])
+        wanted = min(math.ceil(len(ascending) * self.eval_fraction), len(ascending) - 1)
+        # With the smallest hash as the limit, no record would be chosen.
+        limits = ascending[wanted:][ascending[wanted:] > ascending[0]]
+        limit = limits[0] if len(limits) else 0.0  # 0 if all prompts are the same
+        is_eval: np.ndarray = hashes < limit
+        return is_eval
 
     def _splits_of(self, hashes: np.ndarray, sizes: np.ndarray) -> Splits:
         """Choose the split of each record; see :meth:`choose_eval` for the arguments."""
@@ -200,40 +219,6 @@ class Records(ABC, Generic[R]):
         return {"train": is_train, "eval": is_eval}
 
 
-class ChatRecords(Records[Chat]):
-    """The conversations or preference records of a source.
-
-    The hash is that of the prompt, so all answers to a prompt are in the same split.
-    """
-
-    unit = "conversation"
-    bad_row_hint = "; fix it, or leave such records out with --on_bad_row skip"
-
-    def measure(self, record: Chat) -> tuple[bytes, int]:
-        """Return the prompt, and 1."""
-        hashed = record.prompt or record.messages  # the latter if it begins with an answer
-        return json_text(hashed, sort_keys=True, default=str).encode(), 1
-
-    def parts(self) -> Iterator[tuple[int, None, str]]:
-        """Yield the texts of the messages. No record is cut."""
-        for read in self.read():
-            for message in read.record.messages:
-                # Tokenizers cannot take half of a surrogate pair. Rendering reports its line.
-                text = message["content"].encode(errors="ignore").decode()
-                if text:
-                    yield read.number, None, text
-
-    def choose_eval(self, hashes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Choose the records with the smallest hashes, about ``--eval_fraction`` of them."""
-        ascending = np.sort(hashes[~np.isnan(hashes)])
-        wanted = min(math.ceil(len(ascending) * self.eval_fraction), len(ascending) - 1)
-        # With the smallest hash as the limit, no record would be chosen.
-        limits = ascending[wanted:][ascending[wanted:] > ascending[0]]
-        limit = limits[0] if len(limits) else 0.0  # 0 if all prompts are the same
-        is_eval: np.ndarray = hashes < limit
-        return is_eval
-
-
 class Documents(Records[str]):
     """The texts of a source. No document is skipped.
 
@@ -242,6 +227,7 @@ class Documents(Records[str]):
     """
 
     unit = "text"
+    bad_row_hint = ""
 
     def measure(self, record: str) -> tuple[bytes, int]:
         """Return a document, and the number of its characters."""
@@ -307,7 +293,7 @@ def records_of(
         read = partial(preference_of, allows_single=unpaired)
     else:
         read = partial(conversation_of, format=source.format)
-    return ChatRecords(
+    return Records(
         source,
         partial(read, has_artificial_nulls=source.has_artificial_nulls),
         config.eval_fraction,

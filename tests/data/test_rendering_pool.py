@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from llmtrain.data import rendering_pool
@@ -37,10 +38,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def children() -> set[int]:
     """Return the ids of the processes that this process has started, and that have not ended."""
-    ids: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        ids.update(map(int, (task / "children").read_text().split()))
-    return ids
+    return {child.pid for child in psutil.Process().children()}
 
 
 def renderer() -> Renderer:
