@@ -251,10 +251,7 @@ def _over_chunks(
         if hidden_gradient is not None:
             hidden_gradient[chunk] = logits @ head
         if weight_gradient is not None:
-            if wide == hidden.dtype:
-                weight_gradient.addmm_(logits.T, hidden[chunk])
-            else:
-                weight_gradient += logits.T @ hidden[chunk]
+            _add_product(weight_gradient, logits.T, hidden[chunk])
         if bias_gradient is not None:
             bias_gradient += logits.sum(0, dtype=wide)
 
@@ -286,6 +283,14 @@ def _cast_and_padded(values: Tensor, hidden: Tensor) -> Tensor:
         return values.to(hidden.dtype)
     padding = values.new_zeros(-vocabulary % _PADDED_MULTIPLE, *values.shape[1:])
     return torch.cat([values, padding]).to(hidden.dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a matrix product to a total in float32 (or wider)."""
+    if total.dtype == b.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 def _tile_loss(
