@@ -159,7 +159,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         wide_k = k.to(wide)
 
         for block in blocks:
-            flat_rows = _flat_rows(block, heads)
+            flat_rows = slice(block.rows.start * heads, block.rows.stop * heads)
             keys_transposed = wide_k[flat_rows, block.keys].transpose(1, 2)
             scores = torch.bmm(wide_q[flat_rows, block.queries], keys_transposed)
 
@@ -183,6 +183,7 @@ class _BlockwiseAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *probabilities = ctx.saved_tensors
+        heads = ctx.heads
         shape = grad.shape
         grad = grad.reshape(q.shape)
         grad_q = torch.empty_like(q)
@@ -190,7 +191,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         grad_v = torch.zeros_like(v)
 
         for block, p in reversed(list(zip(ctx.blocks, probabilities, strict=True))):
-            flat_rows = _flat_rows(block, ctx.heads)
+            flat_rows = slice(block.rows.start * heads, block.rows.stop * heads)
             block_q = q[flat_rows, block.queries]
             block_k = k[flat_rows, block.keys]
             block_v = v[flat_rows, block.keys]
@@ -203,8 +204,3 @@ class _BlockwiseAttention(torch.autograd.Function):
             grad_v[flat_rows, block.keys] += torch.bmm(p.transpose(1, 2), block_grad)
 
         return grad_q.view(shape), grad_k.view(shape), grad_v.view(shape), None, None
-
-
-def _flat_rows(block: Block, heads: int) -> slice:
-    """Return a block's part of the dimension that holds rows and heads."""
-    return slice(block.rows.start * heads, block.rows.stop * heads)

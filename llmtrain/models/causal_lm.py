@@ -25,7 +25,7 @@ from llmtrain.models.loss import (
 from llmtrain.models.trainable import TrainableModel, nll_of_logits, put_in_front
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
     class _Base(TrainableModel, PreTrainedModel):  # type: ignore[no-untyped-call]
         """For type checkers. At run time, :func:`make_causal_lm` adds the model's own class."""
@@ -225,7 +225,8 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         it needs no gradient. 0 for a mixture of experts, where a token meets some weights only.
         """
         config = self.config.get_text_config()
-        if is_mixture_of_experts(config):
+        expert_counts = ("num_experts", "num_local_experts", "n_routed_experts")
+        if any((getattr(config, name, None) or 0) > 1 for name in expert_counts):
             return 0
 
         # An embedding multiplies nothing, unless it is the head as well.
@@ -338,9 +339,3 @@ def own_arguments(
     elif model.has_short_convolutions:
         arguments["documents"] = documents
     return arguments
-
-
-def is_mixture_of_experts(config: "PreTrainedConfig") -> bool:
-    """Return whether the configuration is of a model with several experts."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return any((getattr(config, name, None) or 0) > 1 for name in names)

@@ -268,12 +268,6 @@ class ModelConfig(Config):
             return self.model_name_or_path
         return f"{self.model_name_or_path}@{self.model_revision}"
 
-    @property
-    def row_length(self) -> int:
-        """``max_length`` as a number, which it is once the data are tokenised."""
-        assert self.max_length != "auto", "the recipe sets max_length to that of its rows"
-        return self.max_length
-
     def configuration(
         self, tokenizer: "PreTrainedTokenizerFast | None" = None
     ) -> "PreTrainedConfig":

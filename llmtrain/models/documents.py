@@ -59,12 +59,14 @@ class Documents:
         # numpy stays on the calling thread. torch would start threads, which compete with training.
         device = position_ids.device
         on_gpu = on_gpu or device.type == "cuda"
-        positions = position_ids.cpu().numpy()
+        position_ids = position_ids.cpu()
+        positions = position_ids.numpy()
         is_begin = np.diff(positions, prepend=positions[:, :1] - 2) != 1
         if answers is not None:
             codes = answers.numpy()
             is_begin |= np.diff(codes, prepend=codes[:, :1] - 1) != 0
-            return cls._of_pairs(position_ids, is_begin, pairs=pair_of(codes), on_gpu=on_gpu)
+            documents = cls._of_pairs(position_ids, is_begin, pairs=pair_of(codes), on_gpu=on_gpu)
+            return documents.to(device)
 
         starts = _latest(is_begin)
         borders = np.append(np.flatnonzero(is_begin), is_begin.size).astype(np.int32)

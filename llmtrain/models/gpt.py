@@ -9,7 +9,7 @@ Shapes: B rows, T positions, C = n_embd, H heads, D = C / H, V vocabulary.
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -245,6 +245,8 @@ class GPT(TrainableModel):
         seed: of the initial weights. On the meta device they are not initialised yet.
     """
 
+    attention_class: ClassVar[type[nn.Module]] = Attention
+
     def __init__(self, config: GPTConfig, vocab_size: int, seed: int = 0) -> None:
         super().__init__()
         self.config = config
@@ -273,11 +275,6 @@ class GPT(TrainableModel):
             every: n: blocks 0, n, 2n, ... do; 0: no block does.
         """
         self.base_model.recompute_every = every
-
-    @property
-    def num_attention_layers(self) -> int:
-        """The number of layers with attention."""
-        return self.config.n_layer
 
     def initial_weights(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the initial weights of every parameter by name, one at a time.
@@ -404,7 +401,8 @@ class GPT(TrainableModel):
             # An embedding multiplies nothing, unless it is the head as well.
             if isinstance(module, nn.Embedding) and module.weight is not self.head:
                 weights -= module.weight.numel()
-        attention = self.num_attention_layers * config.n_embd * config.block_size
+        layers = sum(isinstance(module, self.attention_class) for module in self.modules())
+        attention = layers * config.n_embd * config.block_size
         return 6 * weights + 12 * attention
 
     def bundle(

@@ -14,6 +14,8 @@ other differences from GPT-2:
 Shapes: B rows, T positions, C = n_embd, H heads, D = C / H, K = 3 taps of a filter, V vocabulary.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -228,6 +230,8 @@ def attention_layers(config: GPTConfig) -> set[int]:
 class LFM2(GPT):
     """An embedding, ``n_layer`` layers of two kinds, and a head with its own matrix."""
 
+    attention_class: ClassVar[type[nn.Module]] = SelfAttention
+
     def _build(self, config: GPTConfig, vocab_size: int) -> None:
         head_size = config.n_embd // config.n_head
         if head_size % 2:
@@ -245,10 +249,6 @@ class LFM2(GPT):
     @property
     def head(self) -> Tensor:
         return self.lm_head.weight
-
-    @property
-    def num_attention_layers(self) -> int:
-        return len(attention_layers(self.config))
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the head. Optimizers and sharding treat it unlike the matrices of the layers."""

@@ -75,9 +75,9 @@ def build_model(
         if not is_reward_model:
             check_causal_lm_class(config, model_config)
         positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-        if positions and config.row_length > positions:
+        if positions and int(config.max_length) > positions:
             raise UserError(
-                f"--max_length {config.row_length} is more than this model's {positions} "
+                f"--max_length {config.max_length} is more than this model's {positions} "
                 f"positions; use --max_length {positions} or less."
             )
         is_quantized = getattr(model_config, "quantization_config", None) is not None

@@ -197,7 +197,7 @@ def load_model(
 
     trained = make_causal_lm(
         model,
-        row_length=base.row_length,
+        row_length=int(base.max_length),  # no longer auto: the rows decided on it
         shares_prompts=preference is not None and rows.metadata.shared,
         gives_scores=is_reward_model,
     )

@@ -16,11 +16,9 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.models.attention import ATTENTION_NAME, register
 from llmtrain.models.causal_lm import (
     CausalLM,
-    is_mixture_of_experts,
     own_arguments,
 )
 from llmtrain.models.documents import Documents
-from llmtrain.models.text_tower import outermost_modules
 from llmtrain.parallel.shards import reshard
 
 _LENGTH = 16  # of a short row to try a model on
@@ -33,11 +31,10 @@ def check_model(model: CausalLM, is_packed: bool) -> None:
     """Try a model before the first step, and log what might surprise the user.
 
     Raises:
-        UserError: if it is no causal LM, if a trained parameter gets no gradient, or if rows are
-            packed and their documents would attend to each other.
+        UserError: if it is no causal LM, or if rows are packed and their documents would attend to
+            each other.
     """
     probe(model)
-    check_gradients(model)
     if is_packed and leaks(model):
         raise UserError(
             f"{model.own_class.__name__} lets the documents of a packed row see each other; "
@@ -200,38 +197,6 @@ def shares_prompts(model: CausalLM) -> bool:
     return is_correct and model.config._attn_implementation == ATTENTION_NAME
 
 
-def check_gradients(model: CausalLM) -> None:
-    """Check that a forward and a backward pass in training mode reach every trained parameter.
-
-    DDP waits for the gradient of each of them. The gradients of this trial are thrown away.
-
-    Raises:
-        UserError: if a trained parameter gets no gradient. An expert may get none, because no token
-            of a short row may reach it.
-    """
-    parameters = dict(model.named_parameters())
-    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
-    with trying(model, in_training=True):
-        ids = example_tokens(model, 1)
-        loss = probe_output(model, ids).sum() if model.gives_scores else model(ids, labels=ids)
-        loss.backward()
-
-    unreached = [name for name in trained if parameters[name].grad is None]
-    model.zero_grad()
-    if is_mixture_of_experts(model.config.get_text_config()):
-        unreached = [name for name in unreached if "expert" not in name]
-    if not unreached:
-        return
-
-    others = [name for name in trained if name not in unreached]
-    modules = [*outermost_modules(unreached, others)]
-    more_modules = f" and {len(modules) - 1} other modules" if len(modules) > 1 else ""
-    raise UserError(
-        f"{model.own_class.__name__}: text gives no gradient to {modules[0]}{more_modules}; leave "
-        "them out with --freeze PATTERN, or name other modules with --lora_target_modules."
-    )
-
-
 # --- rows to try a model on
 
 
@@ -258,16 +223,13 @@ def _span(model: CausalLM, name: str) -> int:
 
 
 @contextlib.contextmanager
-def trying(model: CausalLM, in_training: bool = False) -> Iterator[None]:
-    """Turn off autocast in the block, to try a model. Its rounding would hide differences.
+def trying(model: CausalLM) -> Iterator[None]:
+    """Turn off autocast, dropout and gradients in the block, to try a model.
+
+    The rounding of autocast would hide differences.
 
     A model that is bfloat16 in parts keeps it, because its modules have inputs of both dtypes.
     torch's generators are left as they were.
-
-    Args:
-        model: the model.
-        in_training: try the model in training mode and with gradients. Otherwise dropout and
-            gradients are turned off, too.
 
     Raises:
         UserError: if the model raises an error.
@@ -279,12 +241,12 @@ def trying(model: CausalLM, in_training: bool = False) -> Iterator[None]:
     # attention takes half precision only.
     uses_bfloat16 = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     uses_bfloat16 |= (model.config._attn_implementation or "").startswith("flash")
-    model.train(in_training)
+    model.train(False)
     torch.set_float32_matmul_precision("highest")
     try:
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
-            torch.set_grad_enabled(in_training),
+            torch.no_grad(),
             torch.autocast(device.type, torch.bfloat16, enabled=uses_bfloat16),
         ):
             yield

@@ -6,7 +6,7 @@ finished model gets both from the files of the base, byte by byte.
 """
 
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,31 +52,18 @@ def outside_text_tower(model: "PreTrainedModel") -> list[str]:
         used |= {*head.parameters()}
 
     names = dict(model.named_parameters(remove_duplicate=False))
-    return outermost_modules(
-        [name for name, parameter in names.items() if parameter not in used],
-        others=[name for name, parameter in names.items() if parameter in used],
-    )
+    used_modules: set[str] = set()
+    for name, parameter in names.items():
+        if parameter in used:
+            used_modules.update(_prefixes(name))
 
-
-def outermost_modules(names: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return the outermost modules that hold some tensors and none of the ``others``.
-
-    Args:
-        names: names of tensors, with the modules that hold them before each dot.
-        others: names of other tensors.
-
-    Returns:
-        The names of the modules. A tensor whose module also holds one of the others stands for
-        itself.
-    """
-    shared_modules: set[str] = set()
-    for name in others:
-        shared_modules.update(_prefixes(name))
-
+    # The outermost modules that hold no used parameter. A parameter whose module also holds a used
+    # one stands for itself.
     modules: list[str] = []
-    for name in names:
-        module = next((prefix for prefix in _prefixes(name) if prefix not in shared_modules), name)
-        modules.append(module)
+    for name, parameter in names.items():
+        if parameter not in used:
+            unused = [prefix for prefix in _prefixes(name) if prefix not in used_modules]
+            modules.append(unused[0])
     return [*dict.fromkeys(modules)]
 
 

@@ -23,6 +23,7 @@ Quantized models are loaded with it, since they are never sharded
 """
 
 import copy
+import functools
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -91,9 +92,12 @@ class InitialWeights:
     def __init__(self, model: "PreTrainedModel", folder: Path | None, seed: int) -> None:
         self._original = copy.deepcopy(model)
         self._original_names = {parameter: name for name, parameter in model.named_parameters()}
-        self._folder = folder
-        self._seed = seed
+        # Returns the weights of some of the original model's parameters, by their names.
+        self._weights = functools.partial(random_weights, self._original, seed)
         if folder is not None:
+            self._weights = functools.partial(
+                stored_weights, self._original, folder, head_seed=seed
+            )
             tensors = model.state_dict(keep_vars=True)
             parameters = dict(model.named_parameters(remove_duplicate=False))
             buffers = tensors.keys() - parameters.keys()
@@ -132,12 +136,6 @@ class InitialWeights:
             if parameter.is_meta and parameter in self._original_names
         }
         return ((new_names[name], weight) for name, weight in self._weights(new_names))
-
-    def _weights(self, names: Collection[str]) -> Weights:
-        """Return the weights of some of the original model's parameters."""
-        if self._folder is None:
-            return random_weights(self._original, self._seed, names)
-        return stored_weights(self._original, self._folder, names, head_seed=self._seed)
 
 
 # --- stored weights

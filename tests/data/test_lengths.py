@@ -84,7 +84,7 @@ def test_the_settings_of_a_run_have_the_length_that_auto_has_chosen(tmp_path):
     assert rows.metadata.block_size == 192
     assert settings.model.max_length == "auto"
     fit_to_rows(settings, rows)
-    assert settings.model.row_length == 192
+    assert settings.model.max_length == 192
 
 
 def test_auto_is_an_error_for_text_and_without_targets(tmp_path, text_path, cache):

@@ -15,8 +15,6 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
 )
@@ -24,15 +22,12 @@ from transformers import (
 import llmtrain as lt
 from llmtrain.errors import UserError
 from llmtrain.models import pretrained
-from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.export import write_copy
 from llmtrain.models.hub_models import origin_of
 from llmtrain.models.lora import add_lora
-from llmtrain.models.probe import check_gradients
 from llmtrain.models.text_tower import BASE_FILE
 from llmtrain.record.saver import write_model
 from llmtrain.record.tensor_files import read_headers, read_tensors
-from tests.models.small_models import tiny_llama
 from tests.multimodal import CLASSES, IGNORED, PROCESSOR_FILES, write_checkpoint
 
 # Everything outside the text tower of the tiny Gemma 3, by its names in files and in the model.
@@ -293,44 +288,3 @@ def test_the_code_in_the_card_of_an_adapter_loads_the_full_class(
     for name, tensor in read_tensors(folder):
         assert torch.equal(parameters[name.replace(".weight", ".default.weight")], tensor)
     assert "revision=settings.revision" in code
-
-
-# --- the trial of the gradients
-
-
-class UnevenExperts(torch.nn.Module):
-    """Two experts. All tokens go to the first."""
-
-    def __init__(self, expert: torch.nn.Module) -> None:
-        super().__init__()
-        self.experts = torch.nn.ModuleList([expert, torch.nn.Linear(WIDTH, WIDTH)])
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.experts[0](hidden)
-
-
-def test_only_an_expert_needs_no_gradient() -> None:
-    config = tiny_llama()
-    model: Any = make_causal_lm(AutoModelForCausalLM.from_config(config), row_length=8)
-    for layer in model.model.layers:
-        layer.mlp = UnevenExperts(layer.mlp)
-
-    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.experts\.1"):
-        check_gradients(model)
-
-    config.num_experts = 2  # now it is a mixture of experts
-    check_gradients(model)
-    assert all(weight.grad is None for weight in model.parameters())
-
-
-def test_the_trial_changes_no_random_numbers_gradients_or_mode() -> None:
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
-    gpt2_with_dropout: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
-    model: Any = make_causal_lm(gpt2_with_dropout, row_length=8).eval()
-    random_state = torch.random.get_rng_state()
-
-    check_gradients(model)
-
-    assert torch.equal(torch.random.get_rng_state(), random_state)
-    assert not model.training
-    assert all(weight.grad is None for weight in model.parameters())
