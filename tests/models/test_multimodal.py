@@ -21,7 +21,6 @@ from transformers import (
 
 import llmtrain as lt
 from llmtrain.errors import UserError
-from llmtrain.models import pretrained
 from llmtrain.models.export import write_copy
 from llmtrain.models.hub_models import origin_of
 from llmtrain.models.lora import add_lora
@@ -109,16 +108,6 @@ def test_an_adapter_is_in_the_text_tower_only(load, gemma3: Path, targets: list[
 
     assert names
     assert all(name.startswith("model.language_model.") for name in names)
-
-
-def test_a_trained_tower_without_gradients_is_refused(
-    load, gemma3: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pretrained, "outside_text_tower", lambda model: {})
-    with pytest.raises(UserError, match=r"no gradient to model\.vision_tower .*--freeze"):
-        load(gemma3)
-    with pytest.raises(UserError, match=r"to model\.vision_tower.*--lora_target_modules"):
-        load(gemma3, lt.LoraConfig(lora_r=2))
 
 
 # --- the finished model
