@@ -6,8 +6,10 @@ plan than in a run asks :func:`current_plan`.
 """
 
 import contextlib
+import tempfile
 from collections.abc import Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -16,9 +18,11 @@ class RecipePlan(NamedTuple):
 
     Attributes:
         precision: mixed precision of ``auto``, ``no`` or ``bf16``.
+        folder: a temporary folder for files that a run would write.
     """
 
     precision: str
+    folder: Path
 
 
 _plan: ContextVar[RecipePlan | None] = ContextVar("plan", default=None)
@@ -36,8 +40,9 @@ def planning(precision: str) -> Iterator[None]:
     Args:
         precision: mixed precision of ``auto``, ``no`` or ``bf16``.
     """
-    token = _plan.set(RecipePlan(precision))
-    try:
-        yield
-    finally:
-        _plan.reset(token)
+    with tempfile.TemporaryDirectory() as folder:
+        token = _plan.set(RecipePlan(precision, Path(folder)))
+        try:
+            yield
+        finally:
+            _plan.reset(token)
