@@ -26,6 +26,7 @@ from llmtrain.models.configuration import (
     parse_overrides,
     refuse_hub_attention,
 )
+from llmtrain.planning import current_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -133,12 +134,12 @@ class ModelConfig(Config):
     model_name_or_path: str | None = flag(
         None,
         "causal LM to start from: the folder of a run, a checkpoint or a model, or a hub name; a "
-        "LoRA adapter needs --continue_adapter, or has to be merged with llmtrain export --merge",
+        "LoRA adapter is merged into its base first, unless --continue_adapter is given",
     )
     continue_adapter: bool = flag(
         False,
         "train the LoRA adapter of --model_name_or_path itself further, with its own rank and "
-        "modules",
+        "modules, instead of merging it",
         hidden=True,
         group="LoRA",
     )
@@ -245,11 +246,6 @@ class ModelConfig(Config):
                 f"--model_revision {self.model_revision} is for a model of the hub in "
                 f"--model_name_or_path, and {name or self.from_config} is none; leave it out."
             )
-        if name is not None and is_adapter(Path(name)) and not self.continue_adapter:
-            raise UserError(
-                f"--model_name_or_path {name} is an adapter: add --continue_adapter to train it "
-                f"further, or merge it into its base first with llmtrain export {name} --merge."
-            )
         # Only a folder takes the time to import the types of transformers.
         is_folder = self.from_config is not None and Path(self.from_config).is_dir()
         if is_folder and not is_model_type(str(self.from_config)):
@@ -296,6 +292,11 @@ class ModelConfig(Config):
             )
         else:
             check_model_files(Path(name))
+            if is_adapter(Path(name)):
+                raise UserError(
+                    f"--model_name_or_path {name} is an adapter; merge it into its model first: "
+                    f"llmtrain export {name} --merge --to FOLDER."
+                )
             loaded = AutoConfig.from_pretrained(
                 name, revision=self.model_revision, trust_remote_code=self.trust_remote_code
             )
@@ -333,11 +334,14 @@ class ModelConfig(Config):
         return int(positions) if positions and positions < _MAX_ROW_LENGTH else None
 
     def fit_max_length(self) -> None:
-        """Lower the default ``max_length`` to the positions of the model.
+        """Merge an adapter into its base, and fit the default ``max_length`` to the model.
 
-        The name of a run becomes that of its model folder.
+        The merged model is used, unless the adapter itself is trained further. The name of a run
+        becomes that of its model folder. The default is lowered to the positions of the model.
         """
         self.resolve_runs()
+        if not self.continue_adapter:
+            self._merge_adapter()
         if self.max_length == "auto":
             return
         positions = self.of_base().max_positions()
@@ -377,3 +381,15 @@ class ModelConfig(Config):
         config.model_name_or_path, config.model_revision = base_of(adapter)
         config.continue_adapter = False
         return config
+
+    def _merge_adapter(self) -> None:
+        """Let ``model_name_or_path`` name the merged model, if it names an adapter."""
+        name = self.model_name_or_path
+        if name is not None and is_adapter(Path(name)):
+            from llmtrain.models.adapters import merged_model, write_outline
+
+            plan = current_plan()
+            if plan is not None:  # only the shapes of the model matter
+                self.model_name_or_path = write_outline(Path(name), plan.folder)
+            else:
+                self.model_name_or_path = merged_model(Path(name))
