@@ -81,17 +81,13 @@ class Deviation(NamedTuple):
 def deviation(quantity: Quantity, first: History, second: History) -> Deviation:
     """Compare two runs that must have logged the same steps."""
     unmatched_steps = quantity.read(first).keys() ^ quantity.read(second).keys()
-    nonzero = [
-        difference
-        for difference in step_differences(quantity, first, second)
-        if difference.relative > 0
-    ]
-    steps = [*unmatched_steps, *(difference.step for difference in nonzero)]
-    if unmatched_steps:
-        largest = math.inf
-    else:
-        largest = max((difference.relative for difference in nonzero), default=0.0)
-    return Deviation(largest=largest, first_step=min(steps, default=None))
+    compared = step_differences(quantity, first, second)
+    steps = [difference.step for difference in compared if difference.relative > 0]
+    largest = max((difference.relative for difference in compared), default=0.0)
+    return Deviation(
+        largest=math.inf if unmatched_steps else largest,
+        first_step=min([*unmatched_steps, *steps], default=None),
+    )
 
 
 def weight_difference(
