@@ -1,4 +1,5 @@
 import json
+import re
 import string
 import sys
 from pathlib import Path
@@ -93,9 +94,10 @@ AFFIXES = st.sampled_from(["", " ", "/", "=", "'", '"', ":", ",", "\n"])
 
 
 def nested(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    keys = word(1, 8).filter(lambda key: not re.search("(?i)pwd|pat|pass|token|secret|key", key))
     return st.recursive(
         leaves,
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(word(1, 8), inner, max_size=3),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
         max_leaves=6,
     )
 
