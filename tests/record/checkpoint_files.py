@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ class Files:
 
     weights_name = "model.safetensors"
     may_split_weights = True
+    config: ClassVar[dict[str, str]] = {}
 
     def write(self, folder: Path, parameters: int) -> None:
         folder.mkdir(exist_ok=True)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from accelerate import Accelerator
 
-from llmtrain.parallel.ranks import Ranks, ranks_of
+from llmtrain.parallel.ranks import ranks_of
 from llmtrain.record.history import read_lines
 from llmtrain.record.trackers import weights_and_biases
 from llmtrain.record.trackers.tracker import TrackedRun
@@ -177,10 +177,12 @@ def test_a_run_is_logged_offline_if_the_server_does_not_answer(
 def test_only_rank_0_reports(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Ranks, "is_main", False)
     monkeypatch.setenv("WANDB_MODE", "offline")
+    ranks = ranks_of(accelerator)
+    monkeypatch.setattr(ranks, "is_main", False)
 
-    metrics = start(accelerator, tmp_path)
+    metrics = MetricsLog(ranks, tmp_path)
+    metrics.start(["wandb"], TrackedRun(tmp_path, "run", "abcd1234", config={}))
     metrics.write({"step": 1, "train/loss": 1.0, "time": 1000.0})
     metrics.close(exit_code=0)
 
