@@ -282,6 +282,7 @@ def test_runs_sorted_by_a_loss_come_before_those_without_one(
     losses = {"third": ', "eval/loss": 4.0', "first": ', "eval/loss": 2.0', "without": ""}
     diverged = '}\n{"step": 2, "eval/loss": null'
     losses["diverged"] = ', "eval/loss": 1.0' + diverged
+    losses["exploded"] = ', "eval/loss": 6053818176.0'
     for name, loss in losses.items():
         folder = make_run(tmp_path / "runs" / name, PREEMPTED)
         (folder / "metrics.jsonl").write_text(f'{{"step": 1, "train/loss": 1.0{loss}}}\n')
@@ -289,7 +290,8 @@ def test_runs_sorted_by_a_loss_come_before_those_without_one(
     rows = list_runs(capsys, f"{tmp_path}/runs --sort eval_loss")
 
     names = [Path(columns[0]).name for columns in rows]
-    assert names[:2] == ["first", "third"]
+    assert names[:3] == ["first", "third", "exploded"]
+    assert "6.05e+09" in rows[names.index("exploded")], "it stays in its column"
     assert "nan" in rows[names.index("diverged")]
 
 

@@ -230,7 +230,7 @@ def _model_of(history: History, checkpoint: str | None) -> str | None:
     folder = history.folder.absolute()
     model = None
     if checkpoint is not None:
-        model = model_folder(str(folder / "checkpoints" / checkpoint))
+        model = model_folder(str(folder / "checkpoints" / Path(checkpoint).name))
     else:
         with contextlib.suppress(UserError):  # no model yet
             model = model_folder(str(folder))

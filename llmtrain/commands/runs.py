@@ -249,4 +249,7 @@ def _checkpoint_line(checkpoint: JsonObject) -> str:
 
 
 def _format_loss(loss: float | None) -> str:
-    return "" if loss is None else f"{loss:.4f}"
+    if loss is None:
+        return ""
+    # A loss that has exploded stays in its column.
+    return f"{loss:.4f}" if abs(loss) < 10_000 else f"{loss:.2e}"
