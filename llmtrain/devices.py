@@ -97,8 +97,10 @@ def size_bytes(text: str, source: str = "") -> float:
     Raises:
         UserError: if the text is neither.
     """
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]+?)(?:/s|ps)?", text.strip().lower())
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]+?)(/s|ps)?", text.strip().lower())
     size = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
+    if match and match[3] == "ps" and match[2].endswith("b"):
+        size /= 8  # 400Gbps are bits, 400 GB/s are bytes
     if size == 0:
         raise UserError(
             f"{source}{text} is no size; write a number and a unit: 80gb or 24gib of memory, or "

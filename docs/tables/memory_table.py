@@ -208,26 +208,27 @@ def _cell(memory: Memory, size: str) -> str:
     totals = []
     for rows in (ROWS, 1):
         accumulation = ROWS // rows
-        every = least_recomputation(
+        recomputes = least_recomputation(
             memory, ONE_PROCESS, rows=rows, accumulation=accumulation, device_bytes=limit
-        ).every
-        total = memory.bytes_of(ONE_PROCESS, rows, accumulation=accumulation, every=every).total
+        ).enabled
+        needed = memory.bytes_of(ONE_PROCESS, rows, accumulation, recomputes=recomputes)
+        total = needed.total
         totals.append(total)
         if total <= limit:
             break
 
     if total > limit:
         return f"no: {min(totals) / 2**30:.1f} GiB"
-    speed = _tokens_per_second(memory, CARDS[size], rows=rows, every=every)
+    speed = _tokens_per_second(memory, CARDS[size], rows=rows, recomputes=recomputes)
     remarks = [f"{total / 2**30:.1f} GiB", f"{speed:,.0f}/s"]
-    if every:
+    if recomputes:
         remarks.append("recomputed")
     if rows < ROWS:
         remarks.append("1 row at a time")
     return ", ".join(remarks)
 
 
-def _tokens_per_second(memory: Memory, card: str, *, rows: int, every: int) -> float:
+def _tokens_per_second(memory: Memory, card: str, *, rows: int, recomputes: bool) -> float:
     """Return the planned speed, to three digits."""
     device, cluster = hardware_of(PlanRequest(FINETUNE, [], device=card))
     compute = estimate_compute(memory, device, USUAL_MFU)
@@ -239,7 +240,7 @@ def _tokens_per_second(memory: Memory, card: str, *, rows: int, every: int) -> f
         ONE_PROCESS,
         rows=rows,
         accumulation=ROWS // rows,
-        recomputed_share=float(every),
+        recomputes=recomputes,
     )
     return float(f"{ROWS * TOKENS / step.total:.3g}")
 
@@ -253,9 +254,9 @@ def measured_lines() -> list[str]:
     for run in MEASURED:
         with _model_folder(MEASURED_MODELS[run.model]) as folder:
             memory = _memory(folder, METHODS[run.method].is_lora)
-        every = int(run.recomputes)
-        planned = memory.bytes_of(ONE_PROCESS, ROWS, accumulation=1, every=every).total / 2**30
-        speed = _tokens_per_second(memory, CARDS["141gb"], rows=ROWS, every=every)
+        needed = memory.bytes_of(ONE_PROCESS, ROWS, accumulation=1, recomputes=run.recomputes)
+        planned = needed.total / 2**30
+        speed = _tokens_per_second(memory, CARDS["141gb"], rows=ROWS, recomputes=run.recomputes)
         cells = [
             run.model,
             run.method,

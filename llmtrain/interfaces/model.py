@@ -182,27 +182,27 @@ class ModelFormat(Protocol):
 
 @runtime_checkable
 class RecomputesBlocks(Protocol):
-    """A model whose blocks may compute their activations again in the backward pass."""
+    """A model whose blocks may recompute their activations in the backward pass."""
 
-    def recompute_blocks(self, every: int) -> None:
-        """Let all blocks do so if ``every`` is 1, or none if it is 0."""
+    def recompute_blocks(self, enabled: bool) -> None:
+        """Let all blocks do so, or none."""
 
 
 def can_recompute(model: nn.Module) -> bool:
-    """Return whether blocks of a model can compute their activations again."""
+    """Return whether blocks of a model can recompute their activations."""
     is_supported = getattr(model, "supports_gradient_checkpointing", True)  # of transformers
     return isinstance(model, RecomputesBlocks) and bool(is_supported)
 
 
 class Recomputation(NamedTuple):
-    """Whether the blocks of a model compute their activations again in the backward pass.
+    """Whether the blocks of a model recompute their activations in the backward pass.
 
     Attributes:
-        every: 1: all blocks do; 0: no block does.
+        enabled: whether all blocks do; otherwise none does.
         reason: why, for the start-up log; empty if the flags say so.
     """
 
-    every: int
+    enabled: bool
     reason: str = ""
 
 
@@ -220,7 +220,7 @@ class ModelBundle:
         objective: the loss that is minimised.
         columns: columns that the model takes besides ``input_ids`` and ``labels``.
         prepare_batch: computes, on the host, more inputs of the model from a micro-batch.
-        recomputation: whether blocks compute their activations again. :func:`llmtrain.place` sets
+        recomputation: whether blocks recompute their activations. :func:`llmtrain.place` sets
             it; ``None`` if it is left to the model.
     """
 

@@ -73,26 +73,23 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
             base = getattr(self, "model", self)
         return base
 
-    def recompute_blocks(self, every: int) -> None:
-        """Choose the blocks that compute their activations again in the backward pass.
-
-        Args:
-            every: n: blocks 0, n, 2n, ... do; 0: no block does.
+    def recompute_blocks(self, enabled: bool) -> None:
+        """Let all blocks recompute their activations in the backward pass, or none.
 
         Raises:
-            UserError: if the class cannot compute activations again.
+            UserError: if the class cannot recompute activations.
         """
         self.activation_checkpointing_disable()  # type: ignore[no-untyped-call]
         # Enabling adds a hook to the embedding each time.
         self.disable_input_require_grads()  # type: ignore[no-untyped-call]
-        if not every:
+        if not enabled:
             return
         if not self.supports_gradient_checkpointing:
             raise UserError(
-                f"{self.own_class.__name__} cannot compute activations again; leave "
+                f"{self.own_class.__name__} cannot recompute activations; leave "
                 "--gradient_checkpointing out."
             )
-        self.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=every)
+        self.activation_checkpointing_enable({"use_reentrant": False})
 
     def nll(
         self,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _MAX_WIDTH = 1_000_000
 _MAX_ROW_LENGTH = 100_000_000
 _RECOMPUTATION = (
-    "save memory: compute activations again in the backward pass instead of keeping them; auto: "
+    "save memory: recompute activations in the backward pass instead of keeping them; auto: "
     "if the memory of a GPU makes it necessary; never on a CPU, whose memory other programs share, "
     "and never with --bitwise"
 )

@@ -179,13 +179,12 @@ class Stack(nn.Module):
     """Blocks that are computed one after the other.
 
     Attributes:
-        recompute_every: n: blocks 0, n, 2n, ... compute their activations again in the backward
-            pass; 0: no block does.
+        recomputes: whether blocks recompute their activations in the backward pass.
     """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.recompute_every = 1 if config.gradient_checkpointing else 0
+        self.recomputes = bool(config.gradient_checkpointing)
 
     def run_blocks(
         self,
@@ -205,8 +204,7 @@ class Stack(nn.Module):
         for index, block in enumerate(blocks):
             block_keys = keys_at(keys, 2 * index + 1)
             compute: Callable[..., Tensor] = block
-            is_recomputed = self.recompute_every > 0 and index % self.recompute_every == 0
-            if is_recomputed and self.training:
+            if self.recomputes and self.training:
                 # Dropout depends on its keys only, so no state of a generator has to be restored.
                 compute = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
             x = compute(x, block_keys, *extra)
@@ -268,13 +266,9 @@ class GPT(TrainableModel):
         """The matrix [V, C] that hidden states are multiplied with to get logits."""
         return self.transformer.wte.weight
 
-    def recompute_blocks(self, every: int) -> None:
-        """Choose the blocks that compute their activations again in the backward pass.
-
-        Args:
-            every: n: blocks 0, n, 2n, ... do; 0: no block does.
-        """
-        self.base_model.recompute_every = every
+    def recompute_blocks(self, enabled: bool) -> None:
+        """Let all blocks recompute their activations in the backward pass, or none."""
+        self.base_model.recomputes = enabled
 
     def initial_weights(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the initial weights of every parameter by name, one at a time.

@@ -67,3 +67,8 @@ class LoraConfig(Config):
         require_range(self, "lora_alpha", at_least=1)
         if self.lora_dropout >= 1:
             raise UserError(f"--lora_dropout {self.lora_dropout} is too large: it must be below 1.")
+
+    def check_given(self) -> None:
+        for name in ("lora_alpha", "lora_target_modules"):
+            if self.is_set(name) and not self.lora_r:
+                raise UserError(f"--{name} needs --lora_r.")

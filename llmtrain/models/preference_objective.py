@@ -33,8 +33,6 @@ class PreferenceObjective(Objective):
         share_prompts: whether the two answers of a pair follow one copy of their prompt.
     """
 
-    uses_prepass_in_eval = True
-
     def __init__(
         self, config: PreferenceConfig, answers_per_row: int, is_packed: bool, share_prompts: bool
     ) -> None:
@@ -44,6 +42,7 @@ class PreferenceObjective(Objective):
         self.share_prompts = share_prompts
         uses_reference = any(loss.uses_reference for loss in config.selected_losses)
         self.reference_size = answers_per_row if uses_reference else 0
+        self.uses_prepass_in_eval = any(loss.statistics for loss in config.selected_losses)
 
     def loss(self, model: Any, batch: Batch, extra: Batch) -> LossSums:
         answers = self._answers(model, batch)

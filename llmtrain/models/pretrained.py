@@ -155,6 +155,10 @@ def load_model(
             trains_modules = is_reward_model or trains_whole_modules(lora, adapter)
             dtype = _frozen_dtype(folder, precision, trains_modules)
     model = build_model(base, rows.tokenizer, dtype, is_reward_model=is_reward_model)
+    text_config = model.config.get_text_config()
+    if getattr(text_config, "output_router_logits", False):
+        # transformers would add a balancing loss to the loss of the finished model.
+        text_config.output_router_logits = False
     if bitwise:
         _check_no_dropout(model)
 
@@ -201,7 +205,7 @@ def load_model(
         shares_prompts=preference is not None and rows.metadata.shared,
         gives_scores=is_reward_model,
     )
-    trained.recompute_blocks(every=1 if base.gradient_checkpointing else 0)
+    trained.recompute_blocks(enabled=bool(base.gradient_checkpointing))
     objective, prepare_batch = _objective(trained, rows, preference)
 
     return ModelBundle(

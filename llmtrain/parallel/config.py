@@ -63,6 +63,8 @@ class ParallelConfig(Config):
     )
 
     def __post_init__(self) -> None:
+        if self.bitwise and self.sync_each_batch:
+            raise UserError("--bitwise has an order of its own; leave --sync_each_batch out.")
         # A larger one overflows.
         require_range(self, "ddp_timeout", at_least=1, at_most=SECONDS_OF_A_YEAR)
         if self.threads is not None:

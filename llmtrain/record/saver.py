@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.console import size_text
+from llmtrain.console import note, size_text
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import (
     Hashed,
@@ -198,7 +198,10 @@ class Saver:
         # 5. Only now may old checkpoints go.
         if team.is_main:
             self.verified.append(target)
-            prune(self.folder, self.keep, self.verified)
+            try:
+                prune(self.folder, self.keep, self.verified)
+            except OSError as error:  # the next save tries again
+                note(f"old checkpoints could not be deleted ({first_line(error)})")
             on_commit()
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - start)
 

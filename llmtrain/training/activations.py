@@ -41,7 +41,7 @@ class MicroBatch(NamedTuple):
             weights, and keeps the copies.
         on_gpu: whether a GPU computes. Its attention keeps no probabilities, and it computes more
             logits at a time than a CPU.
-        recomputes: whether all blocks compute their activations again in the backward pass, or
+        recomputes: whether all blocks recompute their activations in the backward pass, or
             none does; ``None``: those that the model was built to recompute.
     """
 
@@ -118,7 +118,7 @@ def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch)
         model, fake_mode, min(block_count, _MAX_BLOCKS), weights_in_bf16=batch.weights_in_bf16
     )
     if batch.recomputes is not None and isinstance(shallow_model, RecomputesBlocks):
-        shallow_model.recompute_blocks(every=1 if batch.recomputes else 0)
+        shallow_model.recompute_blocks(batch.recomputes)
 
     with fake_mode, _as_on_device(batch.on_gpu):
         ids = torch.zeros(batch.rows, batch.positions + 1, dtype=torch.int64)

@@ -104,7 +104,7 @@ class MemoryAdvice(LoopCallback):
                     shorter_rows = f"Lower --{config.row_length_flag}"
             advice = f"one row is too much. {shorter_rows}, or make the model smaller."
         bundle = self.run.bundle
-        recomputes = bundle.recomputation is not None and bundle.recomputation.every == 1
+        recomputes = bundle.recomputation is not None and bundle.recomputation.enabled
         if can_recompute(bundle.model) and not recomputes:
             advice += " --gradient_checkpointing saves memory for activations."
         if self.engine.ranks.is_sharded and not self.engine.sync_each_batch:

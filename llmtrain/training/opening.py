@@ -231,7 +231,7 @@ def _begin(run: Run, settings: dict[str, JsonObject], description: JsonObject) -
         "sharded": run.ranks.sharding.layout if run.ranks.is_sharded else None,
         "device": run.ranks.device.type,
         "mixed_precision": run.accelerator.mixed_precision,
-        "recompute_every": None if recomputation is None else recomputation.every,
+        "recomputes": None if recomputation is None else recomputation.enabled,
         "threads": torch.get_num_threads(),
     }
     record = run_record(

@@ -169,7 +169,7 @@ class Memory:
 
     @property
     def decides_recomputation(self) -> bool:
-        """Whether a run chooses if its blocks compute their activations again.
+        """Whether a run chooses if its blocks recompute their activations.
 
         It does so on a GPU, for ``--gradient_checkpointing auto``.
         """
@@ -232,15 +232,15 @@ class Memory:
         return hidden_matrices(self.recipe.model) if self.optimizer.has_muon else []
 
     def activations(
-        self, rows: int, gathers_weights: bool, every: int | None = None
+        self, rows: int, gathers_weights: bool, recomputes: bool | None = None
     ) -> ActivationBytes:
         """Count the activations of a micro-batch.
 
         Args:
             rows: rows of the micro-batch.
             gathers_weights: whether FSDP2 gathers weights, some of them in bfloat16.
-            every: 1: all blocks compute their activations again; 0: no block does; ``None``: as the
-                model was built.
+            recomputes: whether blocks recompute their activations; ``None``: as the model was
+                built.
 
         Raises:
             UserError: if the activations depend on the values of tensors.
@@ -259,7 +259,7 @@ class Memory:
             bf16=self.bf16,
             weights_in_bf16=frozenset(in_bf16),
             on_gpu=self.on_gpu,
-            recomputes=None if every is None else every == 1,
+            recomputes=recomputes,
         )
         if batch in self.counted:
             return self.counted[batch]
@@ -282,7 +282,7 @@ class Memory:
     # --- bytes of a process
 
     def bytes_of(
-        self, sharding: Sharding, rows: int, accumulation: int, every: int | None = None
+        self, sharding: Sharding, rows: int, accumulation: int, recomputes: bool | None = None
     ) -> Bytes:
         """Return the bytes on the process that holds most.
 
@@ -293,9 +293,9 @@ class Memory:
             sharding: how processes share the model.
             rows: rows per micro-batch.
             accumulation: micro-batches per step.
-            every: whether blocks compute their activations again, as in :meth:`activations`.
+            recomputes: whether blocks recompute their activations, as in :meth:`activations`.
         """
-        activations = self.activations(rows, sharding.is_sharded, every)
+        activations = self.activations(rows, sharding.is_sharded, recomputes)
         trained = [p for p in self.parameters if p.is_trained]
         weights = weight_bytes(self.parameters, sharding.shards)
         optimizer = float(sum(p.state_bytes(sharding.shards) for p in trained))

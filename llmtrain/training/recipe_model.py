@@ -49,9 +49,9 @@ class RecipeModel(NamedTuple):
         return self.model.flops_per_token() if isinstance(self.model, CountsFlops) else 0
 
     @property
-    def recompute_every(self) -> int:
-        """1 if the flags let all blocks compute their activations again, and 0 if not."""
-        return int(bool(value_of(self.settings, "gradient_checkpointing", default=False)))
+    def recomputes(self) -> bool:
+        """Whether the flags let all blocks recompute their activations."""
+        return bool(value_of(self.settings, "gradient_checkpointing", default=False))
 
 
 class PlannedModel(BaseException):

@@ -1,4 +1,4 @@
-"""Whether blocks compute their activations again, so that a run fits into memory.
+"""Whether blocks recompute their activations, so that a run fits into memory.
 
 ``--gradient_checkpointing auto`` decides it at each start of a run, whose weights do not depend on
 it.
@@ -27,7 +27,7 @@ from llmtrain.training.settings import Settings
 def choose_recomputation(
     ranks: Ranks, bundle: ModelBundle, settings: Settings, layout: Layout, rows: Tokenized
 ) -> None:
-    """Let all blocks compute their activations again if the memory of the GPUs makes it necessary.
+    """Let all blocks recompute their activations if the GPUs have too little memory otherwise.
 
     All ranks call this, and decide the same. On a CPU, nothing is decided.
 
@@ -40,16 +40,16 @@ def choose_recomputation(
     """
     flag = value_of(settings, "gradient_checkpointing", default=False)
     if flag is not None:  # the model was built accordingly
-        bundle.recomputation = Recomputation(every=int(flag))
+        bundle.recomputation = Recomputation(enabled=flag)
         return
     device_bytes = usable_bytes(ranks)
     if device_bytes is None or not isinstance(bundle.model, RecomputesBlocks):
         return
 
     if settings.parallel.bitwise:
-        chosen = Recomputation(0, "no block, because of --bitwise")
+        chosen = Recomputation(False, "no block, because of --bitwise")
     elif ranks.sharding.cpu_offload and can_recompute(bundle.model):
-        chosen = Recomputation(1, "all blocks, because weights are offloaded")
+        chosen = Recomputation(True, "all blocks, because weights are offloaded")
     else:
         precision = ranks.accelerator.mixed_precision
         recipe = RecipeModel(bundle.model, settings, precision, rows, bundle.objective)
@@ -63,11 +63,11 @@ def choose_recomputation(
             )
         except Exception as error:  # a model whose memory is unknown can be trained all the same
             chosen = Recomputation(
-                0,
+                False,
                 f"no block, because the memory of the run is unknown ({first_line(error)}); if "
                 "there is too little, add --gradient_checkpointing",
             )
-    bundle.model.recompute_blocks(chosen.every)
+    bundle.model.recompute_blocks(chosen.enabled)
     bundle.recomputation = chosen
 
 
@@ -103,19 +103,19 @@ def least_recomputation(
     Raises:
         UserError: if the activations depend on the values of tensors.
     """
-    without = memory.bytes_of(sharding, rows, accumulation, every=0).total
+    without = memory.bytes_of(sharding, rows, accumulation, recomputes=False).total
     limit = size_text(device_bytes)
     if without <= device_bytes:
-        return Recomputation(0, f"no block: the run needs {size_text(without)} of {limit}")
+        return Recomputation(False, f"no block: the run needs {size_text(without)} of {limit}")
     if not can_recompute(memory.recipe.model):
         return Recomputation(
-            0,
+            False,
             f"no block, although the run needs {size_text(without)} of {limit}: "
-            f"{memory.recipe.class_name} cannot compute activations again",
+            f"{memory.recipe.class_name} cannot recompute activations",
         )
 
-    needed = memory.bytes_of(sharding, rows, accumulation, every=1).total
+    needed = memory.bytes_of(sharding, rows, accumulation, recomputes=True).total
     reason = f"the run needs {size_text(needed)} of {limit}, and {size_text(without)} without"
     if needed > device_bytes:
         reason = f"{reason}, so it may run out of memory"
-    return Recomputation(1, f"all blocks: {reason}")
+    return Recomputation(True, f"all blocks: {reason}")

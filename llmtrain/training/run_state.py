@@ -274,7 +274,7 @@ def check_finite(model: nn.Module, ranks: Ranks, as_float16: bool = False) -> No
     flags = []
     for name, parameter in model.named_parameters():
         values = local_shard(parameter)
-        if as_float16:
+        if as_float16 and parameter.requires_grad:
             values = values.half()
         names.append(name)
         flags.append((~torch.isfinite(values)).any().to(ranks.device))
@@ -285,8 +285,8 @@ def check_finite(model: nn.Module, ranks: Ranks, as_float16: bool = False) -> No
     for name, count in zip(names, counts.tolist(), strict=True):
         if count > 0 and as_float16:
             raise UserError(
-                f"{name} has values that float16 cannot hold, so the model was not written; the "
-                "same command with --save_dtype bfloat16 writes it from the last checkpoint."
+                f"{name} has values that are not finite in float16, so the model was not written; if "
+                "--save_dtype bfloat16 fails, too, lower --learning_rate."
             )
         if count > 0:
             raise UserError(

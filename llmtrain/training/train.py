@@ -6,7 +6,7 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from llmtrain.console import say
+from llmtrain.console import note, say
 from llmtrain.errors import UserError
 from llmtrain.parallel.engine import Engine
 from llmtrain.parallel.placement import engine_for
@@ -83,10 +83,17 @@ def check_steps(run: Run) -> None:
             f"--max_steps {last_step} is below step {run.step}, from which this run resumes; "
             "raise it."
         )
-    if log.xray_range is not None and log.xray_range[-1] > last_step:
+    if log.xray_range is None:
+        return
+    if log.xray_range[-1] > last_step:
         raise UserError(
             f"--xray_steps {log.xray_steps} goes past the last step, --max_steps {last_step}; "
             "name earlier steps."
+        )
+    if log.xray_range[0] <= run.step < last_step:
+        note(
+            f"--xray_steps {log.xray_steps} records nothing, because this run resumes from step "
+            f"{run.step}; name later steps"
         )
 
 

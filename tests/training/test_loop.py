@@ -255,8 +255,8 @@ def test_the_advice_on_memory_names_a_flag_of_the_recipe(
 
 def test_the_advice_on_memory_names_recomputation_unless_all_blocks_are_recomputed() -> None:
     model = lt.GPT(lt.GPTConfig(n_layer=1, n_head=1, n_embd=8), 8)
-    no_block = ModelBundle(model, recomputation=Recomputation(0))
-    every_block = ModelBundle(model, recomputation=Recomputation(1))
+    no_block = ModelBundle(model, recomputation=Recomputation(False))
+    every_block = ModelBundle(model, recomputation=Recomputation(True))
 
     assert "--gradient_checkpointing" in advice_on_memory(gpt.DEFAULTS, no_block)
     assert "--gradient_checkpointing" not in advice_on_memory(gpt.DEFAULTS, every_block)

@@ -159,10 +159,10 @@ def test_a_model_that_recomputes_its_blocks_is_counted_by_the_first_few(
 ) -> None:
     config = GPTConfig(n_layer=6, n_head=4, n_embd=64, block_size=256)
     predicted = memory(config=config)
-    by_four_blocks = predicted.activations(rows=2, gathers_weights=False, every=1)
+    by_four_blocks = predicted.activations(rows=2, gathers_weights=False, recomputes=True)
 
     monkeypatch.setattr(activations, "_MAX_BLOCKS", 6)
-    predicted.recipe.model.recompute_blocks(1)
+    predicted.recipe.model.recompute_blocks(True)
     counted = count_activations(predicted.recipe.model, Objective(), MicroBatch(2, POSITIONS))
 
     assert by_four_blocks.highest == counted.highest
@@ -183,7 +183,7 @@ def test_counting_leaves_a_model_unchanged_and_copies_no_weights(
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, weights[name])
     assert len(model.transformer.h) == 6
-    assert model.base_model.recompute_every == 0
+    assert not model.base_model.recomputes
 
 
 def test_the_activations_of_experts_are_those_that_autograd_saves(

@@ -120,21 +120,21 @@ def test_counting_the_memory_draws_no_random_numbers(chooser: Chooser) -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "flags", "every"),
+    ("memory", "flags", "expected"),
     [
-        (SCARCE, {"gradient_checkpointing": False}, 0),
-        (AMPLE, {"gradient_checkpointing": True}, 1),
-        (SCARCE, {"bitwise": True}, 0),
-        (AMPLE, {"bitwise": True, "gradient_checkpointing": True}, 1),
+        (SCARCE, {"gradient_checkpointing": False}, False),
+        (AMPLE, {"gradient_checkpointing": True}, True),
+        (SCARCE, {"bitwise": True}, False),
+        (AMPLE, {"bitwise": True, "gradient_checkpointing": True}, True),
     ],
 )
 def test_the_memory_does_not_matter_if_a_flag_decides(
-    memory: float, flags: dict[str, bool], every: int, chooser: Chooser
+    memory: float, flags: dict[str, bool], expected: bool, chooser: Chooser
 ) -> None:
     bundle = chooser.choose(memory, **flags)
 
-    assert bundle.recomputation.every == every
-    assert recomputed(bundle) == [every == 1] * 3
+    assert bundle.recomputation.enabled == expected
+    assert recomputed(bundle) == [expected] * 3
 
 
 class AbsoluteLoss(lt.Objective):
@@ -196,8 +196,8 @@ def test_a_resumed_run_decides_anew_which_changes_no_weights(
     without = train("without", AMPLE, "--gradient_checkpointing false")
 
     starts = read_json(tmp_path / "run/run.json")["starts"]
-    assert [start["recompute_every"] for start in starts] == [1, 0]
-    assert without.bundle.model.base_model.recompute_every == 0
+    assert [start["recomputes"] for start in starts] == [True, False]
+    assert not without.bundle.model.base_model.recomputes
     assert resumed.fingerprint == without.fingerprint
     weights = resumed.bundle.model.state_dict()
     expected_weights = without.bundle.model.state_dict()

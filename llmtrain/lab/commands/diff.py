@@ -140,7 +140,12 @@ def diff_runs(run_a: History, run_b: History) -> RunDifference:
     first = min(divergences, key=lambda divergence: divergence.step, default=None)
     listed = differences([run_a, run_b])
     suspects = [] if first is None else _suspects(first, listed, has_same_data)
-    relative_differences = [step.relative for steps in compared.values() for step in steps]
+    relative_differences = [
+        step.relative
+        for key, steps in compared.items()
+        if QUANTITIES[key].rounds_like != "exact"
+        for step in steps
+    ]
     return RunDifference(
         final_losses=final_losses,
         first=first,

@@ -94,10 +94,8 @@ def run(arguments: argparse.Namespace) -> None:
     _print_head(arguments, plan)
     _print_tables(plan)
     for layout in plan.layouts:
-        if plan.memory.decides_recomputation and layout.recompute_every:
-            every = layout.recompute_every
-            blocks = "every block" if every == 1 else f"one of {every} blocks"
-            print(f"note: {layout.name}: {blocks} computes its activations again", file=sys.stderr)
+        if plan.memory.decides_recomputation and layout.recomputes:
+            print(f"note: {layout.name}: all blocks recompute activations", file=sys.stderr)
     for reason in plan.left_out:
         print(f"left out: {reason}", file=sys.stderr)
 
@@ -120,7 +118,7 @@ def _layout_as_json(layout: "PlannedLayout") -> JsonObject:
         "largest": layout.largest,
         "rows": layout.rows,
         "accumulation": layout.accumulation,
-        "recompute_every": layout.recompute_every,
+        "recomputes": layout.recomputes,
         "step": None if step is None else {**step._asdict(), "total": step.total},
         "tokens_per_second": layout.tokens_per_second,
         "hours": layout.hours,

@@ -174,8 +174,10 @@ def _candidates(
         for synced in sync_choices:
             with_sync = replace(memory, reduces_once=not synced)
             for rows in sizes:
-                for every in _recomputations(with_sync, sharding, rows, share // rows, limit):
-                    yield plan_layout(plan, with_sync, name, sharding, rows=rows, every=every)
+                for recomputes in _recomputations(with_sync, sharding, rows, share // rows, limit):
+                    yield plan_layout(
+                        plan, with_sync, name, sharding, rows=rows, recomputes=recomputes
+                    )
 
 
 def _can_be_sharded(memory: Memory) -> bool:
@@ -190,8 +192,8 @@ def _can_be_sharded(memory: Memory) -> bool:
 
 def _recomputations(
     memory: Memory, sharding: Sharding, rows: int, accumulation: int, limit: float
-) -> list[int | None]:
-    """Return which blocks to let compute their activations again.
+) -> list[bool | None]:
+    """Return whether to let blocks recompute their activations.
 
     On a GPU, a run with ``--gradient_checkpointing auto`` decides by itself. On a CPU, all blocks
     do or none does.
@@ -203,21 +205,20 @@ def _recomputations(
     if flag or (is_set and flag is False) or not can_recompute(memory.recipe.model):
         return [None]
     if not memory.on_gpu or settings.parallel.bitwise:
-        return [0] if is_set else [0, 1]
+        return [False] if is_set else [False, True]
     least = least_recomputation(
         memory, sharding, rows=rows, accumulation=accumulation, device_bytes=limit
     )
-    return [least.every]
+    return [least.enabled]
 
 
-def _cost(layout: PlannedLayout) -> tuple[float, float, int, int]:
+def _cost(layout: PlannedLayout) -> tuple[float, bool, int, int]:
     """Return the key by which layouts with the same dtypes are sorted, the cheapest first.
 
     If the seconds are unknown or equal, recomputation costs more than a smaller micro-batch.
     """
     seconds = 0.0 if layout.step is None else float(f"{layout.step.total:.6g}")
-    recomputed = 1 / layout.every if layout.every else 0.0
-    return seconds, recomputed, len(changed_flags(layout)), -layout.rows
+    return seconds, layout.recomputes, len(changed_flags(layout)), -layout.rows
 
 
 # --- the answer
@@ -228,7 +229,7 @@ def changed_flags(layout: PlannedLayout) -> dict[str, str]:
     memory = layout.memory
     settings = memory.recipe.settings
     flags = {}
-    if layout.every:
+    if layout.recomputes and not memory.recipe.recomputes:
         flags["gradient_checkpointing"] = "auto" if memory.on_gpu else ""
     if layout.rows < settings.data.per_device_train_batch_size:
         flags["per_device_train_batch_size"] = str(layout.rows)
@@ -309,5 +310,5 @@ def _would_fit(request: PlanRequest, plan: Plan, limit: float) -> list[str]:
 
 def _least_bytes(memory: Memory, sharding: Sharding, accumulation: int) -> Bytes:
     """Return the bytes for micro-batches of one row, all of whose blocks are recomputed."""
-    every = 1 if can_recompute(memory.recipe.model) else None
-    return memory.bytes_of(sharding, rows=1, accumulation=accumulation, every=every)
+    recomputes = True if can_recompute(memory.recipe.model) else None
+    return memory.bytes_of(sharding, rows=1, accumulation=accumulation, recomputes=recomputes)

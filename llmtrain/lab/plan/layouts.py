@@ -24,8 +24,7 @@ class PlannedLayout(NamedTuple):
         sharding: how processes share the model.
         rows: the size of the micro-batch.
         accumulation: micro-batches per step.
-        every: which blocks compute their activations again, as in :meth:`Memory.activations`;
-            ``None``: as the model was built.
+        recomputes: whether blocks recompute their activations.
         bytes: memory of the process that holds most.
         step: seconds of a step; ``None`` if the model's FLOPs are unknown.
         largest: the largest micro-batch that fits and divides the rows of a process; 0 if none
@@ -37,15 +36,10 @@ class PlannedLayout(NamedTuple):
     sharding: Sharding
     rows: int
     accumulation: int
-    every: int | None
+    recomputes: bool
     bytes: Bytes
     step: Step | None
     largest: int = 0
-
-    @property
-    def recompute_every(self) -> int:
-        """n: blocks 0, n, 2n, ... compute their activations again; 0: no block does."""
-        return self.memory.recipe.recompute_every if self.every is None else self.every
 
     @property
     def tokens_per_second(self) -> float:
@@ -140,7 +134,13 @@ def shardings(processes: int, per_machine: int) -> Iterator[tuple[str, Sharding]
 
 
 def plan_layout(
-    plan: Plan, memory: Memory, name: str, sharding: Sharding, *, rows: int, every: int | None
+    plan: Plan,
+    memory: Memory,
+    name: str,
+    sharding: Sharding,
+    *,
+    rows: int,
+    recomputes: bool | None = None,
 ) -> PlannedLayout:
     """Return a layout with its cost.
 
@@ -150,7 +150,7 @@ def plan_layout(
         name: the name of the layout.
         sharding: how processes share the model.
         rows: the size of the micro-batch. It divides the rows of a process.
-        every: which blocks compute their activations again, as in :meth:`Memory.activations`.
+        recomputes: whether blocks recompute their activations, as in :meth:`Memory.activations`.
     """
     if sharding.is_sharded and memory.has_4bit_base:
         raise UserError("--load_in_4bit weights cannot be sharded")
@@ -163,8 +163,8 @@ def plan_layout(
         sharding=sharding,
         rows=rows,
         accumulation=accumulation,
-        every=every,
-        bytes=memory.bytes_of(sharding, rows, accumulation, every),
+        recomputes=memory.recipe.recomputes if recomputes is None else recomputes,
+        bytes=memory.bytes_of(sharding, rows, accumulation, recomputes),
         step=None,
     )
     compute = estimate_compute(memory, plan.device, plan.mfu)
@@ -178,7 +178,7 @@ def plan_layout(
         sharding,
         rows=rows,
         accumulation=accumulation,
-        recomputed_share=float(layout.recompute_every),
+        recomputes=layout.recomputes,
     )
     return layout._replace(step=step)
 
@@ -207,8 +207,8 @@ def _best_layout(plan: Plan, name: str, sharding: Sharding) -> PlannedLayout:
     memory = plan.memory
     share = rows_of_process(memory, sharding.processes)
     device_bytes = plan.device.memory * (1 - RESERVED_MEMORY)
-    # With auto, a micro-batch fits if it does when all blocks compute their activations again.
-    most = 1 if memory.decides_recomputation else None
+    # With auto, a micro-batch fits if it does when all blocks recompute their activations.
+    most = True if memory.decides_recomputation else None
     fitting = fitting_sizes(memory, sharding, share, device_bytes, most)
     # The largest size that fits up to the requested one, or else the smallest that fits. If nothing
     # fits, the plan shows what the requested size would need.
@@ -216,17 +216,21 @@ def _best_layout(plan: Plan, name: str, sharding: Sharding) -> PlannedLayout:
     candidates = fitting or divisors(share)
     rows = max((size for size in candidates if size <= requested), default=min(candidates))
 
-    every = None
+    recomputes = None
     if memory.decides_recomputation:
-        every = least_recomputation(
+        recomputes = least_recomputation(
             memory, sharding, rows=rows, accumulation=share // rows, device_bytes=device_bytes
-        ).every
-    layout = plan_layout(plan, memory, name, sharding, rows=rows, every=every)
+        ).enabled
+    layout = plan_layout(plan, memory, name, sharding, rows=rows, recomputes=recomputes)
     return layout._replace(largest=max(fitting, default=0))
 
 
 def fitting_sizes(
-    memory: Memory, sharding: Sharding, share: int, device_bytes: float, every: int | None = None
+    memory: Memory,
+    sharding: Sharding,
+    share: int,
+    device_bytes: float,
+    recomputes: bool | None = None,
 ) -> list[int]:
     """Return the sizes of a micro-batch that fit, in ascending order.
 
@@ -238,13 +242,13 @@ def fitting_sizes(
         sharding: how processes share the model.
         share: rows of the global batch that a process has. A micro-batch divides them.
         device_bytes: memory of the device.
-        every: which blocks compute their activations again, as in :meth:`Memory.activations`.
+        recomputes: whether blocks recompute their activations, as in :meth:`Memory.activations`.
     """
     sizes = []
     for rows in divisors(share):
-        if memory.bytes_of(sharding, rows, share // rows, every).total <= device_bytes:
+        if memory.bytes_of(sharding, rows, share // rows, recomputes).total <= device_bytes:
             sizes.append(rows)
-        elif memory.bytes_of(sharding, rows, 1, every).total > device_bytes:
+        elif memory.bytes_of(sharding, rows, 1, recomputes).total > device_bytes:
             # One micro-batch of this size is too large by itself, so larger ones are, too.
             break
     return sizes

@@ -173,7 +173,7 @@ def step_time(
     sharding: Sharding,
     rows: int,
     accumulation: int,
-    recomputed_share: float = 0.0,
+    recomputes: bool = False,
 ) -> Step:
     """Return the seconds of a step.
 
@@ -184,10 +184,12 @@ def step_time(
         sharding: how processes share the model.
         rows: rows per micro-batch.
         accumulation: micro-batches per step.
-        recomputed_share: the share of the blocks that compute their activations again.
+        recomputes: whether all blocks recompute their activations.
     """
     forward = rows * compute.forward
-    backward = rows * (compute.backward + recomputed_share * compute.forward)
+    backward = rows * compute.backward
+    if recomputes:
+        backward += forward
     computing = accumulation * (forward + backward)
     computing += compute.optimizer / sharding.shards + compute.muon
 
