@@ -198,34 +198,46 @@ def digest_of_files(labels: Mapping[Path, str], selection: str = "") -> str:
     return digest.hexdigest()
 
 
-def _lines_of(path: Path) -> Iterator[str]:
-    """Yield the lines of a file, with their line breaks.
+def _open(path: Path) -> BinaryIO:
+    """Open a file, which is decompressed if its name says that it is compressed."""
+    compression = _CODECS.get(path.suffix.lower())
+    if compression is None:
+        return path.open("rb")
+    import pyarrow
 
-    A file is decompressed if its name says that it is compressed.
+    stream = pyarrow.input_stream(path, compression=compression)
+    return cast(BinaryIO, io.BufferedReader(stream))
+
+
+def _text_of(path: Path) -> str:
+    """Return the content of a file."""
+    with _open(path) as file:
+        return _decode(file.read(), path, first_line=1)
+
+
+def _lines_of(path: Path) -> Iterator[str]:
+    """Yield the lines of a file, with their line breaks."""
+    with _open(path) as file:
+        for number, raw in enumerate(file, start=1):
+            yield _decode(raw, path, first_line=number)
+
+
+def _decode(raw: bytes, path: Path, first_line: int) -> str:
+    """Return bytes as text, without the mark at the beginning of a file.
 
     Raises:
         UserError: with the number of a line that is not UTF-8.
     """
-    compression = _CODECS.get(path.suffix.lower())
-    if compression is None:
-        file: BinaryIO = path.open("rb")
-    else:
-        import pyarrow
-
-        stream = pyarrow.input_stream(path, compression=compression)
-        file = cast(BinaryIO, io.BufferedReader(stream))
-
-    with file:
-        for number, raw in enumerate(file, start=1):
-            line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-            try:
-                yield line.decode()
-            except UnicodeDecodeError as error:
-                byte = line[error.start]
-                raise UserError(
-                    f"{path}, line {number}: byte {byte:#04x} is not UTF-8; convert the file with "
-                    "iconv."
-                ) from None
+    if first_line == 1:
+        raw = raw.removeprefix(codecs.BOM_UTF8)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        line = first_line + raw.count(b"\n", 0, error.start)
+        raise UserError(
+            f"{path}, line {line}: byte {raw[error.start]:#04x} is not UTF-8; convert the file "
+            "with iconv."
+        ) from None
 
 
 # --- the kinds of files
@@ -233,7 +245,7 @@ def _lines_of(path: Path) -> Iterator[str]:
 
 def _read_text(path: Path, field: str | None) -> Iterator[Record]:
     """Yield the file as one record, whose only field has the requested name."""
-    yield Record(str(path), {field or "text": "".join(_lines_of(path))})
+    yield Record(str(path), {field or "text": _text_of(path)})
 
 
 def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
@@ -252,7 +264,7 @@ def _read_jsonl(path: Path, field: str | None) -> Iterator[Record]:
 
 def _read_json(path: Path, field: str | None) -> Iterator[Record]:
     """Yield the records of an array, of the array under the key ``data``, or of JSON Lines."""
-    text = "".join(_lines_of(path))
+    text = _text_of(path)
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -285,8 +285,8 @@ def check_finite(model: nn.Module, ranks: Ranks, as_float16: bool = False) -> No
     for name, count in zip(names, counts.tolist(), strict=True):
         if count > 0 and as_float16:
             raise UserError(
-                f"{name} has values that are not finite in float16, so the model was not written; if "
-                "--save_dtype bfloat16 fails, too, lower --learning_rate."
+                f"{name} has values that are not finite in float16, so the model was not written; "
+                "try --save_dtype bfloat16, or else lower --learning_rate."
             )
         if count > 0:
             raise UserError(
