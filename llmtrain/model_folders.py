@@ -95,8 +95,9 @@ def tokenizer_folder(name: str) -> str:
     """
     folder = Path(name)
     holds_models = (folder / "model").is_dir() or (folder / "checkpoints").is_dir()
-    has_tokenizer = (folder / "tokenizer.json").exists()
-    return model_folder(name) if holds_models and not has_tokenizer else local_path(name)
+    if holds_models and not (folder / "tokenizer.json").exists():
+        return model_folder(name)
+    return local_path(name)
 
 
 def folder_with(name: str, file: str, revision: str = "main") -> Path:
@@ -109,6 +110,11 @@ def folder_with(name: str, file: str, revision: str = "main") -> Path:
     return Path(name)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder holds the files of a tokenizer."""
+    return any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
+
+
 def tokenizer_of(name: str) -> "PreTrainedTokenizerFast":
     """Load the tokenizer of a model folder or hub name.
 
@@ -119,9 +125,10 @@ def tokenizer_of(name: str) -> "PreTrainedTokenizerFast":
 
     folder = Path(name)
     # Without any file, AutoTokenizer makes an empty tokenizer for some families.
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+    if folder.is_dir() and not has_tokenizer(folder):
         raise UserError(
-            f"{name} holds no tokenizer, so it cannot write text: its rows were made without one."
+            f"{name} holds no tokenizer, so it cannot write text; copy the files of one there, "
+            "unless its rows were made without one."
         )
     check_names_of_files(folder_with(name, "tokenizer_config.json"))
     with as_user_error(f"{name}: no model with a tokenizer could be loaded"):

@@ -58,12 +58,6 @@ def run(arguments: argparse.Namespace) -> None:
                 kept_messages=len(system_messages),
                 max_tokens=model.context - sampling.max_new_tokens,
             )
-        if len(fitting) < len(messages):
-            note(
-                f"the first {len(messages) - len(fitting)} messages were dropped, because the "
-                "conversation is longer than the model's context"
-            )
-        messages = fitting
         if len(prompt) >= model.context:
             note(
                 f"this message has {len(prompt):,} tokens, and the model's context is "
@@ -72,6 +66,12 @@ def run(arguments: argparse.Namespace) -> None:
             messages.pop()
             continue
 
+        if len(fitting) < len(messages):
+            note(
+                f"the first {len(messages) - len(fitting)} messages were dropped, because the "
+                "conversation is longer than the model's context"
+            )
+        messages = fitting
         answer = ""
         for piece in model.stream(prompt, sampling, turn=turn):
             if not arguments.json:

@@ -108,11 +108,11 @@ def run(arguments: argparse.Namespace) -> None:
                 ids = prompts.of_text(prompt.content)
             else:
                 ids = prompts.of_messages(prompt.content.messages, prompt.content.tools)
-                if len(ids) >= model.context:
-                    note(
-                        f"{prompt.source} has {len(ids):,} tokens, and the model's context is "
-                        f"{model.context:,}; the beginning is cut off"
-                    )
+        if len(ids) >= model.context:
+            note(
+                f"{prompt.source} has {len(ids):,} tokens, and the model's context is "
+                f"{model.context:,}; the beginning is cut off"
+            )
 
         pieces = model.stream(ids, sampling, number)
         if arguments.json:

@@ -15,7 +15,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmtrain.console import labelled, printable
+from llmtrain.console import labelled, note, printable
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject, cache_folder, json_text
 from llmtrain.interfaces.batches import IGNORED, PADDING_CODE, is_second
@@ -276,8 +276,11 @@ def _print(
 ) -> None:
     nlls: Sequence[float | None] = [None] * len(numbers)
     if model is not None:
-        with contextlib.suppress(UserError), contextlib.redirect_stdout(io.StringIO()):
-            nlls = _nlls(rows, numbers, model)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                nlls = _nlls(rows, numbers, model)
+        except UserError as error:
+            note(f"the rows have no nll: {error}")
 
     items = [
         {"row": number, "nll": nll, "text": row_text(rows.train[number], rows.tokenizer)}

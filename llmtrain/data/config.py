@@ -149,7 +149,7 @@ class DataConfig(BatchConfig):
         if self.tokenizer is not None:
             self.tokenizer = tokenizer_folder(self.tokenizer)
 
-        self.text_suffixes = [suffix.lower() for suffix in self.text_suffixes]
+        self.text_suffixes = [f".{suffix.lower().lstrip('.')}" for suffix in self.text_suffixes]
         parse_columns(self.columns)  # so that a wrong word is reported now
 
         if self.mixture and len(self.mixture) != len(self.dataset):

@@ -89,7 +89,8 @@ class LocalBatch:
         positions = 0
         for index, width in enumerate(self.trimming.widths):
             rows = min(self.micro_batch, len(labels) - index * self.micro_batch)
-            positions += rows * (self.trimming.parts * width - 1)
+            # Each part is a row of the model, whose last token has no target.
+            positions += rows * self.trimming.parts * (width - 1)
         return positions
 
     def to(self, device: torch.device, non_blocking: bool = False) -> LocalBatch:

@@ -19,6 +19,7 @@ from llmtrain.model_folders import (
     ADAPTER_WEIGHTS,
     DATA_ONLY,
     folder_beside,
+    has_tokenizer,
     is_adapter,
     tokenizer_of,
     vocabulary_of,
@@ -97,7 +98,7 @@ def write_outline(adapter: Path, folder: Path) -> str:
     with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
         base = local_folder(*base_of(adapter))
         config = AutoConfig.from_pretrained(base, **DATA_ONLY)
-        tokenizer = tokenizer_of(str(adapter))
+        tokenizer = tokenizer_with_base(str(adapter))
 
     text_config = config.get_text_config()
     text_config.vocab_size = max(text_config.vocab_size, len(tokenizer))
@@ -134,7 +135,7 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
         UserError: if the adapter, its base or its tokenizer cannot be loaded.
     """
     base, revision = base_of(adapter)
-    tokenizer = tokenizer_of(str(adapter))
+    tokenizer = tokenizer_with_base(str(adapter))
     adapted = adapted_model(adapter, len(tokenizer), torch.float32)
     model = cast("PreTrainedModel", adapted.get_base_model())
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[no-untyped-call]
@@ -198,6 +199,20 @@ def base_of(adapter: Path) -> tuple[str, str]:
             f"llmtrain export {base} --merge."
         )
     return str(base), str(settings.get("revision") or "main")
+
+
+def tokenizer_with_base(name: str) -> "PreTrainedTokenizerFast":
+    """Load the tokenizer of a model folder or hub name.
+
+    An adapter that peft alone has saved holds none, and has that of its base.
+
+    Raises:
+        UserError: if no tokenizer can be loaded.
+    """
+    folder = Path(name)
+    if is_adapter(folder) and not has_tokenizer(folder):
+        return tokenizer_of(str(local_folder(*base_of(folder))))
+    return tokenizer_of(name)
 
 
 def check_base(adapter: Path, base: str, origin: JsonObject) -> None:

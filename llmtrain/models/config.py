@@ -15,6 +15,7 @@ from llmtrain.errors import UserError
 from llmtrain.files import local_path
 from llmtrain.model_folders import (
     check_model_files,
+    has_tokenizer,
     is_adapter,
     is_of_checkpoint,
     model_folder,
@@ -258,7 +259,7 @@ class ModelConfig(Config):
         An adapter has its own, unless another program has saved it alone.
         """
         adapter = self.adapter
-        if adapter is not None and not (adapter / "tokenizer_config.json").exists():
+        if adapter is not None and not has_tokenizer(adapter):
             return self.of_base().tokenizer_name
         if self.model_name_or_path is None or self.model_revision == "main":
             return self.model_name_or_path

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from llmtrain.errors import UserError, as_user_error
-from llmtrain.model_folders import as_token_ids, is_adapter, stop_token_ids, tokenizer_of
-from llmtrain.models.adapters import adapted_model
+from llmtrain.model_folders import as_token_ids, is_adapter, stop_token_ids
+from llmtrain.models.adapters import adapted_model, tokenizer_with_base
 from llmtrain.models.export import MODULE_CLASS, folder_config, gives_scores, how_to_load
 from llmtrain.models.hub_models import load_pretrained
 from llmtrain.seeds import seed_of
@@ -80,7 +80,7 @@ class TextModel:
                 f"{name} cannot write text ({how_to_load(folder)}); name a causal language model."
             )
 
-        self.tokenizer = tokenizer_of(name)
+        self.tokenizer = tokenizer_with_base(name)
         with as_user_error(f"{name}: no model could be loaded"):
             if is_adapter(folder):
                 loaded: torch.nn.Module = adapted_model(folder, len(self.tokenizer))
@@ -121,6 +121,7 @@ class TextModel:
         new_ids = ids  # tokens that the cache does not hold yet
         cache: dict[str, object] = {}
         generated: list[int] = []
+        text = ""
         yielded = ""
         for _ in range(sampling.max_new_tokens):
             if len(ids) >= self.context:
@@ -144,6 +145,8 @@ class TextModel:
             if not text.endswith(_PARTIAL_CHARACTER):
                 yield text[len(yielded) :]
                 yielded = text
+        if text != yielded:  # it ends with a part of a character
+            yield text[len(yielded) :]
 
 
 def sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:

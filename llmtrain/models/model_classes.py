@@ -74,7 +74,11 @@ def build_model(
         model_config = config.configuration(tokenizer)
         if not is_reward_model:
             check_causal_lm_class(config, model_config)
-        positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+        text_config = model_config.get_text_config()
+        if getattr(text_config, "output_router_logits", False):
+            # transformers would add a balancing loss to the loss of the finished model.
+            text_config.output_router_logits = False
+        positions = getattr(text_config, "max_position_embeddings", None)
         if positions and int(config.max_length) > positions:
             raise UserError(
                 f"--max_length {config.max_length} is more than this model's {positions} "

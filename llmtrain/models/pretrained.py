@@ -155,12 +155,6 @@ def load_model(
             trains_modules = is_reward_model or trains_whole_modules(lora, adapter)
             dtype = _frozen_dtype(folder, precision, trains_modules)
     model = build_model(base, rows.tokenizer, dtype, is_reward_model=is_reward_model)
-    text_config = model.config.get_text_config()
-    if getattr(text_config, "output_router_logits", False):
-        # transformers would add a balancing loss to the loss of the finished model.
-        text_config.output_router_logits = False
-    if bitwise:
-        _check_no_dropout(model)
 
     # The modules that text does not pass through are not loaded.
     outside_text = outside_text_tower(model)
@@ -205,6 +199,8 @@ def load_model(
         shares_prompts=preference is not None and rows.metadata.shared,
         gives_scores=is_reward_model,
     )
+    if bitwise:
+        _check_no_dropout(trained)
     trained.recompute_blocks(enabled=bool(base.gradient_checkpointing))
     objective, prepare_batch = _objective(trained, rows, preference)
 

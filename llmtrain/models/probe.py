@@ -87,16 +87,13 @@ def _choose_attention(model: CausalLM) -> None:
     ids = example_tokens(model, 2)
     indices = torch.arange(ids.shape[1], device=ids.device)
     positions = (indices % max(len(indices) // 2, 1)).expand_as(ids)
-    try:
+    # If it fails, the class takes no position_ids, or does not pass on its arguments.
+    with contextlib.suppress(_ForwardError):
         expected = [probe_output(model, ids), probe_output(model, ids, positions)]
         config._attn_implementation = ATTENTION_NAME
         outputs = [probe_output(model, ids), probe_output(model, ids, positions)]
         if not any(map(differ, outputs, expected)):
             return
-    except (TypeError, ValueError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            raise
-        # Otherwise the class takes no position_ids, or does not pass on its arguments.
     config._attn_implementation = stock_attention
 
 
@@ -115,7 +112,8 @@ def _head_is_linear(model: CausalLM) -> bool:
     for scale in (1.0, 1000.0):
         with head.register_forward_hook(lambda _, __, output, scale=scale: output * scale):
             logits_of_head = probe_output(model, ids)
-            logits = model(ids, compute=lambda model, _: model.own_forward(**arguments).logits)
+            with _errors_of_forward(model):
+                logits = model(ids, compute=lambda model, _: model.own_forward(**arguments).logits)
         has_same_shape = logits.shape == logits_of_head.shape
         verdicts.append(has_same_shape and not differ(logits, logits_of_head))
     return all(verdicts)
@@ -140,8 +138,10 @@ def leaks(model: CausalLM) -> bool:
         try:
             # Ranks that share a model make every pass together, so none may stop at its first leak.
             verdicts = [_leaks_in_rows(model, *trial) for trial in trials.items()]
-        except TypeError:  # the class takes no position_ids
-            return True
+        except _ForwardError as error:
+            if isinstance(error.__cause__, TypeError):  # the class takes no position_ids
+                return True
+            raise
     return any(verdicts)
 
 
@@ -230,9 +230,6 @@ def trying(model: CausalLM) -> Iterator[None]:
 
     A model that is bfloat16 in parts keeps it, because its modules have inputs of both dtypes.
     torch's generators are left as they were.
-
-    Raises:
-        UserError: if the model raises an error.
     """
     was_training = model.training
     matmul_precision = torch.get_float32_matmul_precision()
@@ -250,16 +247,27 @@ def trying(model: CausalLM) -> Iterator[None]:
             torch.autocast(device.type, torch.bfloat16, enabled=uses_bfloat16),
         ):
             yield
-    except (RuntimeError, IndexError, ValueError, AttributeError, TypeError) as error:
-        if is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"{model.own_class.__name__} cannot be trained here: {first_line(error)}"
-        ) from None
     finally:
         torch.set_float32_matmul_precision(matmul_precision)
         reshard(model)
         model.train(was_training)
+
+
+class _ForwardError(UserError):
+    """The forward pass of a model has raised an error, which is the cause of this one."""
+
+
+@contextlib.contextmanager
+def _errors_of_forward(model: CausalLM) -> Iterator[None]:
+    """Raise :class:`_ForwardError` if the model cannot compute, but not if the memory is full."""
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError, AttributeError, TypeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise _ForwardError(
+            f"{model.own_class.__name__} cannot be trained here: {first_line(error)}"
+        ) from error
 
 
 def probe_output(
@@ -272,6 +280,9 @@ def probe_output(
 
     A reward model returns its last hidden states and the scores of all tokens instead, in the
     precision in which they were computed.
+
+    Raises:
+        UserError: if the model raises an error.
     """
     arguments = own_arguments(model, ids, positions, documents)
 
@@ -287,7 +298,8 @@ def probe_output(
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         return model.softcapped(head(hidden))
 
-    output: Tensor = model(arguments["input_ids"], compute=compute)
+    with _errors_of_forward(model):
+        output: Tensor = model(arguments["input_ids"], compute=compute)
     return output.view(*ids.shape, -1)
 
 

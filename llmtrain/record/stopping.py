@@ -183,7 +183,8 @@ class Patience:
 
 def is_lower_better(metric: str) -> bool:
     """Return whether lower values of a metric are better, as its name says."""
-    return re.search("loss|perplexity|bits", metric) is not None
+    words = re.split("[/_]", metric)
+    return not {"loss", "perplexity", "bits", "kl", "error"}.isdisjoint(words)
 
 
 @contextlib.contextmanager

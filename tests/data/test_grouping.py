@@ -291,7 +291,7 @@ def test_a_micro_batch_is_as_wide_as_its_longest_row_or_answer(table, micro_batc
         for batch, width in zip(local_batch.batches, widths, strict=True):
             assert {column.shape for column in batch.values()} == {(micro_batch, halves * width)}
             assert all(column.is_contiguous() for column in batch.values())
-        positions = sum(micro_batch * (halves * width - 1) for width in widths)
+        positions = sum(micro_batch * halves * (width - 1) for width in widths)
         assert local_batch.positions == positions
 
 

@@ -424,8 +424,9 @@ def test_files_that_are_not_read_are_counted_and_suffixes_of_text_make_new_rows(
     about_files, _ = log_lines(capsys, "data")
     assert "3 files not read, such as Makefile; " in about_files
 
-    tokenized = tokenize(data_config(folder, text_suffixes=[".PY"]), 4)
-    assert "the text of b.py" in documents_of(tokenized.train, tokenized)
+    for suffix in [".PY", "py"]:
+        tokenized = tokenize(data_config(folder, text_suffixes=[suffix]), 4)
+        assert "the text of b.py" in documents_of(tokenized.train, tokenized)
 
 
 def test_a_moved_data_set_is_in_the_cache_and_has_its_new_name(tmp_path, capsys):

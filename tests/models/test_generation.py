@@ -230,6 +230,16 @@ def test_models_without_a_cache_generate_what_transformers_does(
         assert expected
 
 
+def test_a_character_that_is_not_complete_at_the_end_is_shown(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(CONTEXT)
+    tokenizer.save_pretrained(tmp_path)
+    x, space, part = tokenizer.encode("x é")[:3]
+    chain(len(tokenizer), {x: space, space: part}, otherwise=x).save_pretrained(tmp_path)
+
+    sampling = Sampling(max_new_tokens=2, temperature=0)
+    assert [*TextModel(str(tmp_path)).stream([x], sampling)] == [" ", PARTIAL_CHARACTER]
+
+
 # --- the space before the first word
 
 
@@ -409,6 +419,27 @@ def test_a_chat_message_may_have_blank_lines_and_each_turn_has_its_random_number
 
     assert turns == [("a", 0), ("b\n\nc", 1), ("d", 2), ("e\nf", 3)]
     assert len(output.splitlines()) == 4
+
+
+def test_a_message_that_is_too_long_leaves_the_conversation_as_it_was(
+    chat_folder: Path, output_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = []
+
+    def stream(model: TextModel, prompt: list[int], sampling: Sampling, turn: int) -> list[str]:
+        prompts.append(model.tokenizer.decode(prompt))
+        return ["b"]
+
+    monkeypatch.setattr(TextModel, "stream", stream)
+    output_of("chat", str(chat_folder), "--json", stdin=f"a\n{'x' * 90}\nc\n")
+
+    assert len(prompts) == 2
+    assert "user\na<|im_end|>" in prompts[1]
+
+
+def test_generate_says_that_a_long_text_is_cut(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    main(["generate", str(folder), "--prompt", "x" * CONTEXT, "--max_new_tokens", "1"])
+    assert "the beginning is cut off" in capsys.readouterr().err
 
 
 # --- a model gets the prompts that it was trained with, from `generate`, `chat` and samples

@@ -650,6 +650,17 @@ def test_an_adapter_of_peft_is_trained_further_and_merged(
     torch.testing.assert_close(logits(restarted.model), expected, rtol=0, atol=2e-5)
 
 
+def test_an_adapter_without_a_tokenizer_has_that_of_its_base(peft_adapter):
+    folder = peft_adapter()
+    for file in folder.glob("token*"):
+        file.unlink()
+
+    vocabulary = byte_tokenizer().get_vocab()
+    assert TextModel(str(folder)).tokenizer.get_vocab() == vocabulary
+    merged = merged_model(folder)
+    assert AutoTokenizer.from_pretrained(merged).get_vocab() == vocabulary
+
+
 # --- an adapter that is trained further
 
 
@@ -730,6 +741,14 @@ def refused(message: str) -> Iterator[None]:
 def test_bad_settings_are_refused(adapt, base, flags, message):
     with refused(message):
         adapt(base, **flags)
+
+
+def test_bitwise_runs_refuse_the_dropout_of_an_adapter(bases, load, peft_adapter):
+    dropout = lt.LoraConfig(lora_r=4, lora_dropout=0.1)
+    with refused("--bitwise needs a model without dropout"):
+        load(lt.ModelConfig(str(bases("untied")), max_length=64), dropout, bitwise=True)
+    with refused("--bitwise needs a model without dropout"):
+        load(continuing(peft_adapter(lora_dropout=0.1)), bitwise=True)
 
 
 def test_dropout_is_accepted_if_no_expert_is_adapted(adapt):

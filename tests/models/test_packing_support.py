@@ -105,6 +105,20 @@ def test_a_model_that_computes_nan_is_refused(llama: CausalLM) -> None:
         probes.probe(llama)
 
 
+def test_an_error_of_the_model_is_a_user_error_with_its_cause_and_another_is_a_bug(
+    llama: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(probes, "differ", mock.Mock(side_effect=AttributeError("a bug")))
+        with pytest.raises(AttributeError, match="a bug"):
+            probes.probe(llama)
+
+    monkeypatch.setattr(llama.base_model, "forward", mock.Mock(side_effect=ValueError("no rows")))
+    with pytest.raises(UserError, match="cannot be trained here: no rows") as caught:
+        probes.probe(llama)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
 def test_a_full_memory_is_reported_and_does_not_decide_the_attention(
     llama: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

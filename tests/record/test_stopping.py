@@ -119,6 +119,10 @@ def test_a_run_ends_after_two_evaluations_without_an_improvement(
     [
         pytest.param("eval/loss", [2.0, 2.5, 2.25], "2.25 at best, after step 2", id="higher loss"),
         pytest.param("eval/accuracy", [0.5, 0.25], "0.25 at best, after step 1", id="accuracy"),
+        pytest.param(
+            "eval/glossary_accuracy", [0.5, 0.25], "0.25 at best, after step 1", id="part of a word"
+        ),
+        pytest.param("eval/kl", [2.0, 2.5], "2.5 at best, after step 1", id="KL divergence"),
         pytest.param("eval/loss", [2.0, 2.5, 1.5], None, id="lower loss"),
         pytest.param("eval/loss", [math.nan, 2.5], None, id="NaN before the first step"),
         pytest.param("eval/loss", [2.0, math.nan], None, id="NaN after the first step"),
