@@ -87,7 +87,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=50,
         metavar="K",
-        help="sample from the K likeliest tokens; 0: from all tokens (default: %(default)s)",
+        help="sample from the K most likely tokens; 0: from all tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--seed",

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step", type=int, metavar="N", help="print the rows of this step (default: 1, the first)"
     )
     parser.add_argument("--row", type=int, metavar="I", help="print the row with this number")
-    parser.add_argument("--random", type=int, metavar="N", help="print so many random rows")
+    parser.add_argument("--random", type=int, metavar="N", help="print N random rows")
     parser.add_argument(
         "--checkpoint",
         metavar="NAME",

@@ -145,7 +145,7 @@ def flag(
 
             - ``data``: which rows a run has, in which order, their tokens and their labels.
             - ``numbers``: weights, losses or gradients.
-            - ``nothing``: at most their rounding. It makes no other run.
+            - ``nothing``: at most their rounding. Changing it does not start a new run.
         hidden: show the flag only in ``--help_all``.
         group: the title in ``--help`` under which the flag is shown. By default, that of the
             dataclass.
@@ -193,7 +193,8 @@ def require_range(
         value = getattr(config, name)
         for text, limit, is_within in limits:
             if limit is not None and not is_within(value, limit):  # so it is for NaN
-                raise UserError(f"--{name} {value} is out of range: it must be {text} {limit:,}.")
+                expected = "finite" if limit == math.inf else f"{text} {limit:,}"
+                raise UserError(f"--{name} {value} is out of range: it must be {expected}.")
 
 
 def configs_of(settings: Any) -> dict[str, Config]:

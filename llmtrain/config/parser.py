@@ -103,8 +103,9 @@ class Flag:
                 return convert(word)
             problem = f"invalid choice: '{word}' (choose from {', '.join(self.choices)})"
         except (ValueError, UserError) as error:
-            is_type = convert is self.kind
-            problem = f"invalid {convert.__name__} value: '{word}'" if is_type else str(error)
+            problem = str(error)
+            if convert is self.kind:
+                problem = f"'{word}' is not a {'whole number' if convert is int else 'number'}"
         hint = hints("recipes").get(f"{self.name}={word.lower()}")
         raise UserError(f"--{self.name}: {problem}" + (f": {hint}." if hint else ""))
 

@@ -123,7 +123,7 @@ class DataConfig(BatchConfig):
     )
     max_train_samples: int | None = flag(
         None,
-        "to try something: train on the first so many training records of each data set alone "
+        "for quick tests: use only the first N training records of each data set "
         "(documents, conversations or preferences, in the order of the data, after the eval data "
         "are taken away); the eval data stay the same (default: all)",
         hidden=True,

@@ -172,6 +172,8 @@ def field_of(record: Fields, name: str, kind: type[_T], default: _T | None = Non
             default.
     """
     value = record.get(name, default)
+    if name not in record and default is None:
+        raise BadRecord(f"field '{name}' is missing")
     if not isinstance(value, kind):
         expected = "text" if kind is str else "a list"
         raise BadRecord(f"field '{name}' is {value!r:.40}, not {expected}")

@@ -246,8 +246,8 @@ class GlobalBatchSampler:
         if self.lengths is None:
             return np.split(rows, borders)
 
-        # The last number, of batches, only makes this key one of four numbers. So it differs from
-        # all keys of orders of rows, which have two or three.
+        # The fourth value keeps this key distinct from those of the orders of rows, which have two
+        # or three.
         key = key_of(self.seed, epoch, megabatch, len(borders) + 1)
         ascending = rows[np.argsort(self.lengths[rows], kind="stable")]
         count = -(-len(ascending) // self.batch_size)

@@ -309,9 +309,9 @@ def text_of(fields: Fields, field: str) -> str:
         BadRecord: if the record has no such field, or no valid text in it.
     """
     if field not in fields:
-        names = ", ".join(map(str, fields))
+        content = f"has {', '.join(map(str, fields))}" if fields else "is empty"
         raise BadRecord(
-            f"no field '{field}'; the record has {names}. Rename fields with --columns, such as "
+            f"no field '{field}'; the record {content}. Rename fields with --columns, such as "
             "text=body, or prompt=question completion=answer"
         )
     text = fields[field]

@@ -150,7 +150,7 @@ def open_source(name: str, config: DataConfig, is_eval: bool = False) -> Source:
     if name in builtin.CORPORA:
         return Source(
             name,
-            # Another Python has another documentation.
+            # The text depends on the Python version.
             fingerprint=lambda: hashlib.sha256(f"{name} {sys.version}".encode()).hexdigest(),
             records=lambda _: numbered(builtin.CORPORA[name](), f"{name}, document"),
             flag=flag,

@@ -2,7 +2,7 @@
 
 The package keeps the same promises for such a part as for its own code. The part's settings are in
 the fingerprint of the run, so a changed part makes a new run. Its state is in every checkpoint, so
-a resumed run goes on with it. Of a schedule, the fingerprint has the values, and it has no state.
+a resumed run goes on with it. A schedule is stateless; its values are part of the fingerprint.
 """
 
 from __future__ import annotations  # so that annotations do not import torch
@@ -57,7 +57,7 @@ class Part:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` has returned.
+        """Restore the state that :meth:`state_dict` returned.
 
         A tensor is sharded if the tensor that :meth:`state_dict` has returned just before is.
         Other tensors are on the CPU.

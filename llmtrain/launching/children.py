@@ -194,8 +194,10 @@ def read_accelerate_config(config_file: str) -> "JsonObject":
 
     try:
         config: JsonObject = yaml.safe_load(Path(config_file).read_text())
+        if "num_processes" not in config:
+            raise UserError(f"--config_file {config_file} has no num_processes; add it.")
         return config | {"num_processes": int(config["num_processes"])}
-    except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
+    except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
         raise UserError(
             f"--config_file {config_file} is not an accelerate config: {first_line(error)}"
         ) from None

@@ -146,8 +146,8 @@ def check_first_run() -> None:
     """Raise :class:`UserError` if this process has left its group of several, after a run."""
     if _LEFT_GROUPS and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
-            "a process that was launched with others makes one run, and this one has made it; "
-            "launch each run by itself, or make all of them on one process."
+            "a multi-process launch can do only one run; start a new launch for the next, or make "
+            "all runs in one process."
         )
 
 

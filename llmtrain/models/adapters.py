@@ -231,7 +231,8 @@ def check_base(adapter: Path, base: str, origin: JsonObject) -> None:
     recorded = read_object(adapter / BASE_FILE)
     if recorded and recorded != origin:
         raise UserError(
-            f"{adapter} is an adapter of other weights than {base} holds now; put those back."
+            f"{adapter} was trained on different weights than {base} now has; restore the original "
+            "weights."
         )
 
 

@@ -198,7 +198,7 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
     def prepare_batch(self, batch: Batch) -> Batch:
         """Return further columns of a micro-batch: where its documents begin and its targets are.
 
-        They are found while the batch is on the host. A GPU would have to be waited for.
+        Computed on the host to avoid a device sync.
         """
         for_gpu = self.device.type == "cuda"
         prepared = Batch()

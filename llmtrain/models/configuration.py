@@ -91,10 +91,11 @@ def new_configuration(
     has_latent_attention = "qk_rope_head_dim" in original_values
 
     valid_keys = {*original_values, *original.attribute_map}
-    for key in overrides.keys() - valid_keys:
+    unknown = sorted(overrides.keys() - valid_keys)
+    if unknown:
         raise UserError(
-            f"--config_overrides: {original.model_type} has no '{key}'"
-            f"{did_you_mean(key, valid_keys)}"
+            f"--config_overrides: {original.model_type} has no {', '.join(unknown)}; correct or "
+            f"remove what its configuration does not have{did_you_mean(unknown[0], valid_keys)}"
         )
 
     sizes: dict[str, object] = {}

@@ -30,7 +30,7 @@ class Sampling:
     Attributes:
         max_new_tokens: the most tokens of a continuation.
         temperature: logits are divided by it. 0 takes the likeliest token.
-        top_k: sample from so many of the likeliest tokens. 0 samples from all.
+        top_k: sample from the K most likely tokens. 0 samples from all.
         seed: of the random numbers.
     """
 
@@ -43,7 +43,7 @@ class Sampling:
         for name in ("max_new_tokens", "temperature", "top_k", "seed"):
             value = getattr(self, name)
             if not value >= 0:
-                raise UserError(f"{name} {value} is out of range: it must be at least 0.")
+                raise UserError(f"--{name} {value} is out of range: it must be at least 0.")
 
     def generator(self, number: int, turn: int = 0) -> torch.Generator:
         """Return the random numbers of an answer, which depend on no other answer.

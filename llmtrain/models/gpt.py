@@ -376,7 +376,7 @@ class GPT(TrainableModel):
     def prepare_batch(self, batch: Batch) -> Batch:
         """Return the documents of a micro-batch whose rows have position ids.
 
-        They are found while the batch is on the host. A GPU would have to be waited for.
+        Computed on the host to avoid a device sync.
         """
         if "position_ids" not in batch:
             return {}

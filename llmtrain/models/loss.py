@@ -120,8 +120,8 @@ def linear_nll(
         bias: [V].
         softcap: replace logits by softcap * tanh(logits / softcap), as in Gemma 2. It is computed
             in float32, in whatever dtype the products are.
-        target_positions: indices of :func:`target_positions_of`. Only these positions meet the
-            head. The default is all.
+        target_positions: indices of :func:`target_positions_of`. Only these positions are
+            projected to logits. The default is all.
         per_target: return the value of each target instead of the sum: [B * T], or [N] for
             ``target_positions``.
     """

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from llmtrain.config.flags import Affects, Config, flag, flags_of
+from llmtrain.config.flags import Affects, Config, flag, flags_of, require_range
+from llmtrain.console import pluralize
 from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -321,33 +322,28 @@ class PreferenceConfig(Config):
     def __post_init__(self) -> None:
         for name in self.loss_type or [""]:
             if name not in self.losses:
-                raise UserError(
-                    f"--loss_type {name} does not exist; use one of {', '.join(self.losses)}."
-                )
+                problem = f"{name} does not exist" if name else "is empty"
+                raise UserError(f"--loss_type {problem}; use one of {', '.join(self.losses)}.")
         if self.loss_weights and len(self.loss_weights) != len(self.loss_type):
             raise UserError(
-                f"--loss_weights has {len(self.loss_weights)} values and --loss_type "
-                f"{len(self.loss_type)}; give one weight for each loss."
+                f"--loss_weights has {pluralize(len(self.loss_weights), 'value')} for "
+                f"{pluralize(len(self.loss_type), 'loss')}; give one weight for each loss."
             )
         for weight in self.loss_weights:
             if not 0 < weight < math.inf:
-                raise UserError(f"--loss_weights {weight} is out of range: it must be above 0.")
+                raise UserError(
+                    f"--loss_weights {weight} is out of range: it must be above 0 and finite."
+                )
         kinds = {(loss.is_unpaired, loss.is_reward_model) for loss in self.selected_losses}
         if len(kinds) > 1 or (self.is_reward_model and len(self.loss_type) > 1):
             raise UserError(
-                f"{self.loss_flags} adds losses of pairs, of single answers or of reward models to "
-                "each other; use losses of one kind."
+                f"{self.loss_flags} cannot combine paired losses (such as sigmoid), unpaired ones "
+                "(such as kto) and reward; use losses of one kind."
             )
 
-        for name in ("beta", "desirable_weight", "undesirable_weight"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise UserError(f"--{name} {value} is out of range: it must be above 0.")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise UserError(
-                f"--label_smoothing {self.label_smoothing} is out of range: it must be at least 0 "
-                "and below 0.5."
-            )
+        weights = ("beta", "desirable_weight", "undesirable_weight")
+        require_range(self, *weights, above=0, below=math.inf)
+        require_range(self, "label_smoothing", at_least=0, below=0.5)
 
         used = set(itertools.chain(*[loss.parameters for loss in self.selected_losses]))
         for name in itertools.chain(*[loss.parameters for loss in self.losses.values()]):

@@ -69,8 +69,8 @@ def probe(model: CausalLM) -> None:
             )
         if differ(logits, probe_output(model, changed_at_the_end)[:, :-1]):
             raise UserError(
-                f"{model.own_class.__name__} lets tokens see the ones that follow: "
-                "it is no causal language model."
+                f"{model.own_class.__name__} lets tokens see the ones that follow, "
+                "so it is not a causal LM."
             )
 
 

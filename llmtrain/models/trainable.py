@@ -1,6 +1,6 @@
 """A ``forward`` in which any objective can compute, for every kind of model.
 
-It gets in front of a model's own ``forward`` by inheritance, and no wrapper module is made: a
+It is mixed in before the model's class, so its ``forward`` runs first. No wrapper module is made: a
 wrapper would rename the parameters, and hide from FSDP which modules are blocks. The class of an
 existing model is replaced by a subclass, which :func:`put_in_front` makes. Classes are made at run
 time nowhere else:

@@ -294,7 +294,7 @@ def describe_missing(rank: int, location: str, beats: dict[int, Beat], silent: l
         rank: this process.
         location: where this process is, in words.
         beats: the last beat of each process that has sent one, by rank.
-        silent: the ranks that have stopped to send beats.
+        silent: the ranks that have stopped sending heartbeats.
     """
     alive = {peer: beat for peer, beat in beats.items() if peer not in silent}
     waiting = [beat for beat in alive.values() if beat.is_waiting]

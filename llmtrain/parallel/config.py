@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from llmtrain.config.flags import Affects, Config, flag, require_range
-from llmtrain.errors import UserError
 
 SECONDS_OF_A_YEAR = 365 * 24 * 60 * 60
 
@@ -69,6 +68,5 @@ class ParallelConfig(Config):
         require_range(self, "ddp_timeout", at_least=1, at_most=SECONDS_OF_A_YEAR)
         if self.threads is not None:
             require_range(self, "threads", at_least=1, at_most=1024)
-        size = self.ddp_bucket_cap_mb
-        if size is not None and (size <= 0 or not math.isfinite(size)):
-            raise UserError(f"--ddp_bucket_cap_mb {size} is out of range: it must be above 0.")
+        if self.ddp_bucket_cap_mb is not None:
+            require_range(self, "ddp_bucket_cap_mb", above=0, below=math.inf)

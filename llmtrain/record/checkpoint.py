@@ -202,7 +202,8 @@ def eval_losses(paths: Iterable[Path]) -> dict[Path, float]:
 def saved_checkpoints(paths: Sequence[Path]) -> Iterator[tuple[Path, JsonObject]]:
     """Yield each checkpoint with its description, the newest first.
 
-    Those are left out which a run in progress has deleted meanwhile. A description has these keys:
+    Checkpoints that a running process deletes in the meantime are skipped. A description has these
+    keys:
 
     - ``step``: the number in its name, or the name if it has none,
     - ``size``: the bytes of its files, or 0 if they cannot be read,

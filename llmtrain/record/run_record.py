@@ -206,7 +206,7 @@ def check_ranks_agree(team: Team, description: JsonObject, details: JsonObject) 
     """
     main, *others = team.on_all(lambda: (description, details))
     for rank, other in enumerate(others, start=1):
-        change = first_difference(*other, *main)
+        change = first_difference(*other, *main, places=(f"on rank {rank}", "on rank 0"))
         if change is not None:
             key, reason = change
             raise UserError(f"rank {rank} differs from rank 0 in {key}: {reason}.")
@@ -218,6 +218,7 @@ def first_difference(
     now: JsonObject,
     now_record: JsonObject,
     ignored: Collection[str] = (),
+    places: tuple[str, str] = ("there", "here"),
 ) -> tuple[str, str] | None:
     """Return the first key in which two runs or ranks differ, and how; ``None`` if there is none.
 
@@ -227,6 +228,7 @@ def first_difference(
         now: the fingerprint or the description of this one.
         now_record: the same of this one.
         ignored: keys that may differ.
+        places: what a message calls the other one and this one.
     """
     for key, value in now.items():
         if key in ignored or before.get(key) == value:
@@ -234,11 +236,11 @@ def first_difference(
         if key == "code":
             return key, "llmtrain or the recipe has another content there"
         if not before_record or not now_record:
-            return key, difference(before.get(key), value)
+            return key, difference(before.get(key), value, places)
 
         before_described = _described(key, before.get(key), before_record)
         now_described = _described(key, value, now_record)
-        change = difference(before_described, now_described)
+        change = difference(before_described, now_described, places)
         if before_described == now_described:
             subject, *_ = _DESCRIBED_BY.get(key, ("weights",))
             change = f"{now_described[subject]} has another content now"
@@ -262,7 +264,7 @@ def _described(key: str, value: Any, record: JsonObject) -> Any:
     return value
 
 
-def difference(before: object, now: object) -> str:
+def difference(before: object, now: object, places: tuple[str, str] = ("there", "here")) -> str:
     """Describe the difference between two values, for an error message.
 
     For two dictionaries, only the keys that differ are listed.
@@ -270,9 +272,13 @@ def difference(before: object, now: object) -> str:
     Args:
         before: the value of another run or rank.
         now: the value of this one.
+        places: what the message calls the other one and this one.
     """
+    there, here = places
     if not isinstance(before, dict) or not isinstance(now, dict):
-        return f"{before} there, {now} here"
+        return f"{before} {there}, {now} {here}"
 
     keys = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
-    return ", ".join(f"{key} {before.get(key)} there, {now.get(key)} here" for key in sorted(keys))
+    return ", ".join(
+        f"{key} {before.get(key)} {there}, {now.get(key)} {here}" for key in sorted(keys)
+    )

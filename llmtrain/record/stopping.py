@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from llmtrain.console import pluralize
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject
 
@@ -108,12 +109,10 @@ class Patience:
     @property
     def reason(self) -> str:
         """Why the run ends early."""
+        evaluations = pluralize(self.worse, "evaluation")
         if not self.best_step:
-            return f"{self.metric} was not a number in {self.worse} evaluations"
-        return (
-            f"{self.metric} has not improved in {self.worse} evaluations since step "
-            f"{self.best_step}"
-        )
+            return f"{self.metric} was not a number in {evaluations}"
+        return f"{self.metric} has not improved in {evaluations} since step {self.best_step}"
 
     @property
     def lack_of_improvement(self) -> str | None:

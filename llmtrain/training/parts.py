@@ -78,7 +78,7 @@ class Parts:
         _check_optimizer(model, optimizer)
         for name, given in {"callbacks": callbacks, "metrics": metrics}.items():
             if not isinstance(given, Sequence):
-                raise UserError(f"{name}: {short_repr(given)} is no list; write {name}=[...].")
+                raise UserError(f"{name}: {short_repr(given)} is not a list; write {name}=[...].")
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise UserError(
@@ -188,7 +188,7 @@ def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
-            f"optimizer: {short_repr(optimizer)} is no torch optimizer; make one of the "
+            f"optimizer: {short_repr(optimizer)} is not a torch optimizer; make one of the "
             "model's parameters, and pass a schedule as schedule=."
         )
 

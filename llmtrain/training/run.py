@@ -36,7 +36,7 @@ _STORED = ("step", "tokens", "skipped", "compiled", "finish_reason")
 
 
 class RunSummary(NamedTuple):
-    """What is left of a run if it is sent to another process.
+    """A picklable summary of a run.
 
     Attributes:
         folder: the path of the run folder.

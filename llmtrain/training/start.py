@@ -127,8 +127,8 @@ def _build_bundle(
     """Build a recipe's model, and complete its bundle; see :func:`place`."""
     if isinstance(build, nn.Module) or not callable(build):
         raise UserError(
-            f"build: {short_repr(build)} is no function; pass a function of the settings, the rows "
-            "and the precision that returns the model."
+            f"build: {short_repr(build)} is not a function; pass a function of the settings, the "
+            "rows and the precision that returns the model."
         )
     bundle = build(settings, rows, precision)
     if isinstance(bundle, nn.Module):
@@ -220,7 +220,7 @@ def fit(
     """Train a model on rows: all that a recipe does after it has made the rows.
 
     ``recipes/gpt.py`` makes the same calls one by one; :func:`llmtrain.place` and
-    :func:`llmtrain.open_run` tell more of the arguments.
+    :func:`llmtrain.open_run` document the arguments in detail.
 
     Args:
         settings: the settings of the recipe.
@@ -242,7 +242,7 @@ def fit(
     is_function = callable(optimizer) and not isinstance(optimizer, type)
     if optimizer is not None and not is_function:
         raise UserError(
-            f"optimizer: {short_repr(optimizer)} is no function of the model, which exists only "
+            f"optimizer: {short_repr(optimizer)} is not a function of the model, which exists only "
             "after it is placed; pass one, such as lambda model: torch.optim.SGD("
             "model.parameters(), lr=0.1)."
         )

@@ -42,8 +42,8 @@ def eval_prompt(rows: Tokenized) -> list[int] | None:
 def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str | None:
     """Generate a text with the model of a finished run, for :func:`show_result`.
 
-    All ranks call this. Of a model that every rank holds, rank 0 alone generates, and an error only
-    prints a note, because the model is saved already.
+    All ranks call this. If every rank holds the full model, only rank 0 generates, and an error
+    only prints a note, because the model is saved already.
 
     Args:
         engine: computes the model's outputs.
@@ -59,7 +59,7 @@ def final_sample(engine: Engine, rows: Tokenized, model_folder: Path) -> str | N
 
     def generate() -> str:
         question = eval_prompt(rows)
-        # The likelier tokens answer a question best.
+        # A low temperature works better for answers.
         temperature = 0.3 if question else 0.8
         with eager_code(engine.model):
             (text,) = sample(
@@ -135,7 +135,7 @@ def _command() -> str:
 
 
 def publish(folder: Path, repository: str | None) -> None:
-    """Upload a finished model's folder to the hub, and say what others would lack of its base.
+    """Upload a finished model's folder to the hub, and warn if the adapter's base is not public.
 
     The account is the one of ``hf auth login`` or of ``HF_TOKEN``. If the upload fails, a note says
     so, and the program continues: the model is still on the disk.

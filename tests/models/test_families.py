@@ -366,7 +366,7 @@ def test_a_class_that_leaks_trains_with_one_document_per_row_only(load, family):
 
 @pytest.mark.parametrize("family", NOT_CAUSAL)
 def test_a_class_whose_tokens_see_later_ones_is_refused(load, family):
-    with pytest.raises(UserError, match="it is no causal language model"):
+    with pytest.raises(UserError, match="so it is not a causal LM"):
         load(family)
 
 

@@ -791,13 +791,13 @@ def test_a_base_with_other_weights_or_another_configuration_is_another_base(base
     assert TextModel(str(folder))
 
     change_json(base / "config.json", rms_norm_eps=1e-3)
-    with refused("is an adapter of other weights"):
+    with refused("was trained on different weights"):
         TextModel(str(folder))
 
     change_json(folder / "adapter_config.json", base_model_name_or_path=str(bases("another")))
-    with refused(r"is an adapter of other weights than .*another"):
+    with refused(r"was trained on different weights than .*another"):
         TextModel(str(folder))
-    with refused(r"is an adapter of other weights than .*another"):
+    with refused(r"was trained on different weights than .*another"):
         load(continuing(folder))
 
 

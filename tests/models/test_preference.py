@@ -660,10 +660,14 @@ def test_reward_models_and_adapters_have_a_higher_default_learning_rate(
         ({"loss_type": ["dpo"]}, "--loss_type dpo does not exist; use one of sigmoid, "),
         ({"loss_type": ["ipo", "kto"]}, "use losses of one kind"),
         ({"loss_type": ["reward", "sft"]}, "use losses of one kind"),
-        ({"loss_type": ["ipo", "sft"], "loss_weights": [1.0]}, "--loss_weights has 1 value"),
+        (
+            {"loss_type": ["ipo", "sft"], "loss_weights": [1.0]},
+            "--loss_weights has 1 value for 2 losses",
+        ),
         ({"loss_weights": [-1.0]}, "--loss_weights -1.0 is out of range"),
         ({"loss_type": ["reward", "reward"]}, "use losses of one kind"),
-        ({"loss_type": []}, "use one of sigmoid"),
+        ({"loss_type": []}, "--loss_type is empty; use one of sigmoid"),
+        ({"beta": math.inf}, "--beta inf is out of range: it must be finite"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], message: str) -> None:

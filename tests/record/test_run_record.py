@@ -85,8 +85,8 @@ def test_ranks_that_would_train_different_things_stop_with_both_values(script: P
     script.write_text("RATE = 2\n")
     other_script, _ = describe()
     others = {
-        "flags: seed 1 there, 0 here.": describe(seed=1),
-        "data: dataset xyz.txt there, abc.txt here.": describe(data="xyz"),
+        "flags: seed 1 on rank 1, 0 on rank 0.": describe(seed=1),
+        "data: dataset xyz.txt on rank 1, abc.txt on rank 0.": describe(data="xyz"),
         "versions: ": (description | {"versions": {}}, details),
         "code: llmtrain or the recipe has another content there.": (other_script, details),
     }

@@ -234,7 +234,7 @@ def test_a_merge_that_would_be_wrong_is_refused_and_leaves_nothing(
     )
 
     assert status == 2
-    assert "is an adapter of other weights" in err.splitlines()[-1]
+    assert "was trained on different weights" in err.splitlines()[-1]
     assert not merged.exists()
 
 

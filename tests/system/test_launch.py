@@ -115,7 +115,7 @@ def test_several_processes_make_one_run(two_runs: Path, tmp_path: Path) -> None:
     assert read_json(tmp_path / "first" / "status.json")["state"] == "finished"
     assert ended.status != 0
     [line] = [line for line in ended.err.splitlines() if line.startswith("error: ")]
-    assert "makes one run, and this one has made it" in line
+    assert "can do only one run" in line
     assert "Traceback" not in ended.err
     assert [*tmp_path.glob("second*")] == []
 

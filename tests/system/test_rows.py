@@ -7,12 +7,15 @@ import shlex
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llmtrain.commands import rows as rows_command
+from llmtrain.errors import UserError
 from tests.command_line import run_cli
 from tests.forked import run_forked
 from tests.launching import (
@@ -251,6 +254,16 @@ def test_rows_that_are_gone_or_changed_are_an_error_of_one_line(
     made_again = rows_of(capsys, *shlex.split(remedy), "--step", 3)
     rows = rows_of(capsys, folder / "gpt", "--step", 3)
     assert made_again == [{**row, "nll": None} for row in rows]
+
+
+def test_the_reason_for_a_missing_nll_is_printed(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows_command, "_nlls", mock.Mock(side_effect=UserError("no weights")))
+    status, out, err = run_cli(capsys, "rows", str(folder / "gpt"), "--json")
+    assert status == 0
+    assert {row["nll"] for row in json.loads(out)} == {None}
+    assert "the rows have no nll: no weights" in err
 
 
 def test_the_rows_of_a_run_without_a_model_have_no_nll(

@@ -359,7 +359,7 @@ class NeedsSecondHead(lt.Objective):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"optimizer": sgd(Bigram())}, "optimizer: SGD .* is no function of the model"),
+        ({"optimizer": sgd(Bigram())}, "optimizer: SGD .* is not a function of the model"),
         ({"optimizer": torch.optim.SGD}, "optimizer: the class SGD"),
         ({"optimizer": lambda model: None}, "optimizer: None"),
         ({"optimizer": lambda model: sgd(Bigram())}, "parameter of the optimizer SGD"),
@@ -369,7 +369,7 @@ class NeedsSecondHead(lt.Objective):
         ({"build": lambda *_: None}, "build returned None"),
         ({"rows": [[1, 2, 3]]}, "rows: "),
         ({"callbacks": [lt.Callback]}, "callbacks: the class Callback"),
-        ({"callbacks": lt.Callback()}, "callbacks: the Callback object is no list"),
+        ({"callbacks": lt.Callback()}, "callbacks: the Callback object is not a list"),
         ({"callbacks": [Threshold(1), Threshold(2)]}, "called Threshold"),
         (
             {"metrics": [lambda model, batch: {}]},

@@ -237,7 +237,7 @@ def diff_lines(difference: RunDifference, name_a: str, name_b: str) -> list[str]
         names = [f"{QUANTITIES[item.quantity].name} at step {item.step}" for item in later]
         if names:
             lines.append(labelled("then", ", ".join(names)))
-        # One difference that can be the cause is the cause. Of several, any may be.
+        # A single suspect is the cause; with several, we cannot tell.
         label = "cause" if len(difference.suspects) == 1 and not difference.hint else "perhaps"
         lines += [labelled(label, str(suspect)) for suspect in difference.suspects]
         if difference.hint:
