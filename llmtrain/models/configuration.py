@@ -93,9 +93,10 @@ def new_configuration(
     valid_keys = {*original_values, *original.attribute_map}
     unknown = sorted(overrides.keys() - valid_keys)
     if unknown:
+        names = ", ".join(f"'{key}'" for key in unknown)
         raise UserError(
-            f"--config_overrides: {original.model_type} has no {', '.join(unknown)}; correct or "
-            f"remove what its configuration does not have{did_you_mean(unknown[0], valid_keys)}"
+            f"--config_overrides: {original.model_type} has no {names}; correct or remove what its "
+            f"configuration does not have{did_you_mean(unknown[0], valid_keys)}"
         )
 
     sizes: dict[str, object] = {}

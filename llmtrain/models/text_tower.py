@@ -89,7 +89,7 @@ def remove_outside_text(model: "PreTrainedModel", modules: Collection[str]) -> N
     count -= model.num_parameters()
     say(
         "text only",
-        f"{count:,} parameters are not loaded: text never reaches them ({', '.join(modules)})",
+        f"{count:,} parameters are not loaded, as text never reaches them: {', '.join(modules)}",
     )
 
 
