@@ -107,6 +107,9 @@ def _list(path: Path, sort_key: str, as_json: bool) -> None:
         except UserError as error:  # another version of llmtrain has written it
             refusals.append(str(error))
             continue
+        # The age is the time since a run last wrote to its folder.
+        files = [folder / name for name in ("metrics.jsonl", "status.json", "run.json")]
+        newest = max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
         losses = {name: history.latest(key) for name, key in _LOSSES.items()}
         run = {
             "run": str(folder),
@@ -114,7 +117,7 @@ def _list(path: Path, sort_key: str, as_json: bool) -> None:
             "step": history.step,
             "max_steps": history.settings.get("max_steps"),
             **losses,
-            "age": round(_age(history), 1),
+            "age": round(max(0.0, time.time() - newest), 1),
         }
         runs.append(run)
 
@@ -130,13 +133,6 @@ def _list(path: Path, sort_key: str, as_json: bool) -> None:
         print(json_text(runs, indent=1))
     elif runs:
         _print_table(runs)
-
-
-def _age(history: History) -> float:
-    """Return the seconds since a run last wrote to its folder."""
-    files = [history.folder / name for name in ("metrics.jsonl", "status.json", "run.json")]
-    newest = max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
-    return max(0.0, time.time() - newest)
 
 
 def _sort_value(value: float | None) -> float:

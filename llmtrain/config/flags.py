@@ -172,7 +172,7 @@ def flag(
 
 
 def require_range(
-    config: Config,
+    config: object,
     *names: str,
     at_least: float | None = None,
     above: float | None = None,

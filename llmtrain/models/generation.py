@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from llmtrain.config.flags import require_range
 from llmtrain.errors import UserError, as_user_error
 from llmtrain.model_folders import as_token_ids, is_adapter, stop_token_ids
 from llmtrain.models.adapters import adapted_model, tokenizer_with_base
@@ -40,10 +41,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "temperature", "top_k", "seed"):
-            value = getattr(self, name)
-            if not value >= 0:
-                raise UserError(f"--{name} {value} is out of range: it must be at least 0.")
+        require_range(self, "max_new_tokens", "temperature", "top_k", "seed", at_least=0)
 
     def generator(self, number: int, turn: int = 0) -> torch.Generator:
         """Return the random numbers of an answer, which depend on no other answer.
