@@ -15,7 +15,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmtrain.console import labelled, note, printable
+from llmtrain.console import labelled, note, pluralize, printable
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject, cache_folder, json_text
 from llmtrain.interfaces.batches import IGNORED, PADDING_CODE, is_second
@@ -329,7 +329,7 @@ def row_text(row: dict[str, list[int]], tokenizer: "PreTrainedTokenizerFast | No
 
 
 def _padding_lines(tokens: int) -> list[str]:
-    return [f"----- {tokens:,} padding token{'s' if tokens > 1 else ''}"] if tokens else []
+    return [f"----- {pluralize(tokens, 'padding token')}"] if tokens else []
 
 
 def _segment_starts(row: dict[str, list[int]]) -> list[int]:

@@ -97,17 +97,7 @@ def _make(folder: Path, request: DataRequest) -> None:
         encoded: list[EncodedSource] = []
         for number, reader in enumerate(readers):
             path = working / f"tokens-{number}"
-            source: EncodedSource
-            if isinstance(reader, Documents):
-                is_trained = tok.is_trained(request.spec)
-                source = EncodedCorpus(reader, tokenizer, is_trained, request.text_columns, path)
-            else:
-                assert request.chat is not None, "records that are not text have a config"
-                assert renderer is not None, "and a renderer"
-                if isinstance(request.chat, PairConfig):
-                    source = EncodedPairs(reader, renderer, request.chat, path, request.unpaired)
-                else:
-                    source = EncodedChats(reader, renderer, request.chat, path)
+            source = _encoder_of(reader, tokenizer, renderer, request, path)
             temporary.callback(source.store.close)
             source.encode()
             encoded.append(source)
@@ -170,6 +160,25 @@ def _row_length(request: DataRequest, encoded: Sequence[EncodedSource]) -> int:
 
 
 # --- the stages of each source
+
+
+def _encoder_of(
+    reader: Records[Any],
+    tokenizer: tok.FastTokenizer,
+    renderer: AnyRenderer | None,
+    request: DataRequest,
+    path: Path,
+) -> EncodedSource:
+    """Return the object that encodes the records of a source, with a temporary file at ``path``."""
+    if isinstance(reader, Documents):
+        is_trained = tok.is_trained(request.spec)
+        return EncodedCorpus(reader, tokenizer, is_trained, request.text_columns, path)
+
+    assert request.chat is not None, "records that are not text have a config"
+    assert renderer is not None, "and a renderer"
+    if isinstance(request.chat, PairConfig):
+        return EncodedPairs(reader, renderer, request.chat, path, request.unpaired)
+    return EncodedChats(reader, renderer, request.chat, path)
 
 
 def _write_rows(
