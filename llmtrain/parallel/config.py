@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from llmtrain.config.flags import Affects, Config, flag, require_range
+from llmtrain.errors import UserError
 
 SECONDS_OF_A_YEAR = 365 * 24 * 60 * 60
 
