@@ -1,7 +1,7 @@
 """The callbacks of the training loop, in the order in which they are called."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from accelerate.data_loader import DataLoaderShard
 
@@ -14,9 +14,7 @@ from llmtrain.interfaces.callback import Callback, StepInfo, StepResult
 from llmtrain.interfaces.model import can_recompute
 from llmtrain.observe.heartbeat import Heartbeat
 from llmtrain.observe.progress import ProgressBar
-from llmtrain.observe.rising_loss import RisingLoss
 from llmtrain.observe.xray import WARM_UP_PHASE, XRay
-from llmtrain.record.history import as_numbers, read_lines
 from llmtrain.training.compiling import compile_blocks
 from llmtrain.training.loop import Loop, LoopCallback
 from llmtrain.training.optimizer_state import OptimizerState
@@ -62,8 +60,6 @@ def loop_callbacks(
         callbacks.append(RowLedger(loop))
 
     # A step is logged before the evaluation that follows it.
-    if not run.rows.in_order:
-        callbacks.append(LossWatch(loop))
     callbacks.append(Logging(loop))
     if settings.log.xray_range is not None:
         callbacks.append(XRayRecording(loop, settings.log.xray_range))
@@ -153,24 +149,6 @@ class WarmUp(LoopCallback):
             return False
         # This depends on the run alone: not on measured times, nor on the step where it resumes.
         return self.run.settings.optim.max_steps >= _MIN_COMPILED_STEPS * shapes
-
-
-class LossWatch(LoopCallback):
-    """Records an event if the run diverges. A recipe's own order may have harder rows later."""
-
-    def __init__(self, loop: Loop) -> None:
-        super().__init__(loop)
-        self.rising_loss = RisingLoss(loop.max_steps)
-
-    def on_train_begin(self) -> None:
-        if self.run.step > 0 and self.run.ranks.is_main:
-            for entry in read_lines(self.run.folder / "metrics.jsonl"):
-                self.rising_loss.add_entry(entry["step"], as_numbers(entry))
-
-    def on_log(self, step: int, metrics: Mapping[str, float]) -> None:
-        rise = self.rising_loss.add_entry(step, metrics)
-        if rise:
-            self.run.record_event("rising", rise)
 
 
 class XRayRecording(LoopCallback):

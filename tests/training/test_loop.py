@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -139,35 +138,6 @@ def test_methods_that_an_instance_has_are_called(train: Callable) -> None:
     train("run", callbacks=[callback])
 
     assert calls == [1, 2, 3]
-
-
-class Disturb(Callback):
-    """Makes all weights much larger after a step, as a divergence does."""
-
-    settings = None
-
-    def setup(self, training: Any) -> None:
-        self.model = training.model
-
-    def on_step_end(self, batch: LocalBatch, result: StepResult, info: StepInfo) -> None:
-        if info.step == 5:
-            with torch.no_grad():
-                for parameter in self.model.parameters():
-                    parameter.mul_(30)
-
-
-def test_a_run_that_diverges_finishes_with_one_event_and_one_line(
-    train_gpt: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    run = train_gpt(callbacks=[Disturb()])
-
-    assert run.is_finished
-    [event] = [
-        event["text"]
-        for event in read_lines(tmp_path / "run" / "events.jsonl")
-        if event["kind"] == "rising"
-    ]
-    assert re.findall("(?m)^rising +(.*)$", capsys.readouterr().out) == [event]
 
 
 # --- log entries
