@@ -180,14 +180,6 @@ def _print_fit(fit: "Fit", size: str) -> None:
     for name, value in changed_flags(layout).items():
         print(labelled("changed", f"{f'--{name} {value}':<36} {PROMISES[name]}"))
 
-    cheaper = fit.too_large
-    if cheaper is not None:
-        changed = changed_flags(cheaper).items()
-        flags = " ".join(f"--{name} {value}".strip() for name, value in changed)
-        needed = f"{size_text(cheaper.bytes.total)}{_step_text(cheaper)}, too large"
-        text = f"{cheaper.name} with {flags or 'no further flags'}: {needed}"
-        print(labelled("cheaper", text))
-
 
 def _step_text(layout: "PlannedLayout") -> str:
     return "" if layout.step is None else f", {duration_text(layout.step.total)} per step"
