@@ -6,6 +6,9 @@ from typing import ClassVar
 from llmtrain.config.flags import Affects, Config, flag, require_range
 from llmtrain.errors import UserError
 
+_ALPHA = 32
+_TARGET_MODULES = ["all-linear"]
+
 
 @dataclass
 class LoraConfig(Config):
@@ -22,12 +25,12 @@ class LoraConfig(Config):
         "train a LoRA adapter of this rank instead of the model; 0: train the model itself",
     )
     lora_alpha: int = flag(
-        32,
+        _ALPHA,
         "scale of the adapter: its output is multiplied by alpha / r",
         hidden=True,
     )
     lora_target_modules: list[str] = flag(
-        ["all-linear"],
+        [*_TARGET_MODULES],
         "modules that get LoRA matrices, given by the end of their names, such as q_proj; "
         "all-linear: every linear layer except the output head",
         hidden=True,
@@ -64,11 +67,10 @@ class LoraConfig(Config):
             for name in ("lora_modules_to_save", "lora_dropout", "use_dora", "use_rslora"):
                 if getattr(self, name):
                     raise UserError(f"--{name} needs --lora_r.")
+            if self.lora_alpha != _ALPHA:
+                raise UserError("--lora_alpha needs --lora_r.")
+            if self.lora_target_modules != _TARGET_MODULES:
+                raise UserError("--lora_target_modules needs --lora_r.")
         require_range(self, "lora_alpha", at_least=1)
         if self.lora_dropout >= 1:
             raise UserError(f"--lora_dropout {self.lora_dropout} is too large: it must be below 1.")
-
-    def check_given(self) -> None:
-        for name in ("lora_alpha", "lora_target_modules"):
-            if self.is_set(name) and not self.lora_r:
-                raise UserError(f"--{name} needs --lora_r.")

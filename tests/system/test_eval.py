@@ -253,9 +253,7 @@ def test_a_pipeline_of_transformers_writes_what_generate_writes(
     ids = result["generated_token_ids"]
     assert ids[: len(prompt)] == prompt
     text = pipe.tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)
-    # The model has learnt little, so its bytes need not make a whole character.
-    expected = "".join(ours.stream(prompt, Sampling(max_new_tokens=12, temperature=0)))
-    assert text.rstrip("\N{REPLACEMENT CHARACTER}") == expected
+    assert "".join(ours.stream(prompt, Sampling(max_new_tokens=12, temperature=0))) == text
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "adapter"])
