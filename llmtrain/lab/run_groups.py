@@ -59,7 +59,8 @@ def group_runs(runs: Sequence[History]) -> list[tuple[str, list[History]]]:
         values = {difference.name: difference.values[index] for difference in setting_apart}
         key = json_text(values)
         by_values.setdefault(key, []).append(run)
-        names[key] = _name(values)
+        recorded = {name: value for name, value in values.items() if value is not None}
+        names[key] = _name(recorded)
 
     groups = []
     for key, same_values in by_values.items():

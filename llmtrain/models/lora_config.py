@@ -67,10 +67,8 @@ class LoraConfig(Config):
             for name in ("lora_modules_to_save", "lora_dropout", "use_dora", "use_rslora"):
                 if getattr(self, name):
                     raise UserError(f"--{name} needs --lora_r.")
-            if self.lora_alpha != _ALPHA:
-                raise UserError("--lora_alpha needs --lora_r.")
-            if self.lora_target_modules != _TARGET_MODULES:
-                raise UserError("--lora_target_modules needs --lora_r.")
+            if self.lora_alpha != _ALPHA or self.lora_target_modules != _TARGET_MODULES:
+                raise UserError("--lora_alpha and --lora_target_modules need --lora_r.")
         require_range(self, "lora_alpha", at_least=1)
         if self.lora_dropout >= 1:
             raise UserError(f"--lora_dropout {self.lora_dropout} is too large: it must be below 1.")

@@ -56,6 +56,12 @@ def test_groups_are_named_by_the_settings_that_differ(tmp_path: Path) -> None:
     ]
 
 
+def test_a_group_is_not_named_by_a_setting_that_its_runs_lack(tmp_path: Path) -> None:
+    runs = write_runs(tmp_path, [{"seed": 0}, {"seed": 0, "invented": "a"}])
+
+    assert grouped(runs) == [("", [0]), ("invented a", [1])]
+
+
 def test_runs_on_different_data_under_the_same_name_are_two_groups(tmp_path: Path) -> None:
     runs = write_runs(tmp_path, [{"seed": 0, "data": "1" * 64}, {"seed": 0, "data": "2" * 64}])
 

@@ -730,11 +730,11 @@ def refused(message: str) -> Iterator[None]:
         ("untied", {"lora_target_modules": ["q_proj", "proj"]}, "--lora_target_modules: .* proj"),
         ("untied", {"lora_target_modules": ["all-linear", "q_proj"]}, "--lora_target_modules"),
         ("untied", {"lora_r": 0, "use_dora": True}, "--use_dora needs --lora_r"),
-        ("untied", {"lora_r": 0, "lora_alpha": 64}, "--lora_alpha needs --lora_r"),
+        ("untied", {"lora_r": 0, "lora_alpha": 64}, "--lora_alpha and .* need --lora_r"),
         (
             "untied",
             {"lora_r": 0, "lora_target_modules": ["q_proj"]},
-            "--lora_target_modules needs --lora_r",
+            "--lora_target_modules need --lora_r",
         ),
         ("untied", {"lora_modules_to_save": ["lm_hed"]}, "--lora_modules_to_save: .*lm_hed"),
         ("tied", {"lora_modules_to_save": ["embed_tokens"]}, "embedding and the head .* share"),
