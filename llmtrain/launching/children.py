@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import IO, TYPE_CHECKING, TypeAlias
 
 from llmtrain.console import debugging
 from llmtrain.errors import UserError, first_line
@@ -82,19 +82,9 @@ def run_command(command: list[str], on_cpu: bool) -> str:
         return Path(stdout.name).read_text(errors="replace")
 
 
-class Ending(NamedTuple):
-    """How a command has ended.
-
-    Attributes:
-        status: its exit status, or 128 plus the number of the signal that killed it.
-        stop_signal: the signal that was passed on to it; ``None`` if there was none.
-    """
-
-    status: int
-    stop_signal: signal.Signals | None
-
-
-def run_to_end(command: list[str], on_cpu: bool, stdout: Output = None) -> Ending:
+def run_to_end(
+    command: list[str], on_cpu: bool, stdout: Output = None
+) -> tuple[int, signal.Signals | None]:
     """Run a command as if the user had started it, and wait until it ends.
 
     It writes to the stderr of this process. The signals that stop a run are passed on to its
@@ -105,6 +95,10 @@ def run_to_end(command: list[str], on_cpu: bool, stdout: Output = None) -> Endin
         command: the words of the command.
         on_cpu: use the CPU even if there is a GPU.
         stdout: where it prints; ``None`` for the stdout of this process.
+
+    Returns:
+        Its exit status, or 128 plus the number of the signal that killed it; and the signal that
+        was passed on to it, if there was one.
 
     Raises:
         KeyboardInterrupt: after the second signal.
@@ -119,10 +113,8 @@ def run_to_end(command: list[str], on_cpu: bool, stdout: Output = None) -> Endin
 
         with stop_signals(pass_on):
             status = process.wait()
-    return Ending(
-        status=status if status >= 0 else 128 - status,
-        stop_signal=received[0] if received else None,
-    )
+    stop_signal = received[0] if received else None
+    return status if status >= 0 else 128 - status, stop_signal
 
 
 @contextlib.contextmanager

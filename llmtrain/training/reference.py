@@ -29,6 +29,7 @@ from llmtrain.interfaces.part import is_own, settings_of
 from llmtrain.observe.replicas import checksum
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import local_shard, reshard
+from llmtrain.record.run_record import code_sha256
 from llmtrain.seeds import RANDOM_VERSION
 
 _ROWS_PER_PASS = 4
@@ -51,10 +52,13 @@ def with_reference(ranks: Ranks, seed: int, rows: Tokenized, bundle: ModelBundle
     # The fields of the package's own objectives do not change the numbers. Those of a user's may.
     objective_key: list[Any] = [type(objective).__name__, objective.reference_source]
     if not is_own(type(objective)):
-        objective_key.append(settings_of(objective))
+        objective_key.extend([settings_of(objective), code_sha256()])
     weights = (bundle.start or {}).get("weights")
     if weights is None:  # a module that a recipe has made
-        weights = [int(checksum(local_shard(p.detach()))) for p in bundle.model.parameters()]
+        checksums = [int(checksum(local_shard(p.detach()))) for p in bundle.model.parameters()]
+        weights = checksums
+        if ranks.is_sharded:  # each rank has seen its own shards only
+            weights = ranks.on_all(lambda: checksums)
     # Everything that the numbers depend on.
     key = digest(
         {

@@ -27,6 +27,7 @@ from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.ranks import ranks_of
 from llmtrain.record.saver import write_model
+from llmtrain.training import reference
 from llmtrain.training.reference import with_reference
 from llmtrain.training.rows import tokenize
 from tests.launching import write_pairs
@@ -205,7 +206,7 @@ class ObjectiveOfUser(PreferenceObjective):
 
 
 def test_each_reference_model_and_each_content_has_its_own_column(
-    run: ReferenceRun, cache: Path
+    run: ReferenceRun, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def passes_with(source: str = "", dtype: torch.dtype = torch.float32, field: int = 1) -> int:
         bundle = run.bundle()
@@ -227,6 +228,9 @@ def test_each_reference_model_and_each_content_has_its_own_column(
 
     run.rows = replace(run.rows, metadata=metadata)
     assert passes_with() == passes_with(source="a teacher") == passes_with(field=2) == 0
+
+    monkeypatch.setattr(reference, "code_sha256", lambda: "that of a changed recipe")
+    assert passes_with() > 0
 
 
 def test_weights_without_a_name_are_told_apart_by_their_values(run: ReferenceRun) -> None:

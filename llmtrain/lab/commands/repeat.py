@@ -141,14 +141,14 @@ def _run_seed(
     on_cpu = processes > 1 and has_too_few_gpus(processes, arguments.config_file)
     # With --json, stdout is for the result.
     stdout = _STDERR if arguments.json else None
-    ending = run_to_end(command, on_cpu=on_cpu, stdout=stdout)
+    status, stop_signal = run_to_end(command, on_cpu=on_cpu, stdout=stdout)
 
     history = History.read(folder)
-    if history.state == "finished" and not ending.status:
+    if history.state == "finished" and not status:
         return
     state = history.summary() if is_run(folder) else "it has not begun"
     text = f"{folder} has not finished: {state}; the same command again goes on with it"
     print(labelled("stopped", text), file=sys.stderr)
-    if ending.stop_signal is not None:
-        sys.exit(128 + ending.stop_signal)  # a launcher has another status
-    sys.exit(ending.status or 1)
+    if stop_signal is not None:
+        sys.exit(128 + stop_signal)  # a launcher has another status
+    sys.exit(status or 1)

@@ -7,12 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
 from llmtrain.lab.commands import repeat
-from llmtrain.launching.children import Ending, run_to_end
+from llmtrain.launching.children import run_to_end
 from llmtrain.record.history import History
 from tests.command_line import run_cli
 from tests.lab.seed_runs import write_run
@@ -39,6 +39,7 @@ def printed_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(repeat, "run_command", lambda *_, **__: text)
 
 
+Ending: TypeAlias = tuple[int, signal.Signals | None]
 RunToEnd = Callable[[int, Path], Ending]
 
 
@@ -64,7 +65,7 @@ def started_seeds(printed_settings: None, replace_runs: Callable[[RunToEnd], Non
     def finish(seed: int, folder: Path) -> Ending:
         seeds.append(seed)
         write_finished_run(folder, seed)
-        return Ending(status=0, stop_signal=None)
+        return 0, None
 
     replace_runs(finish)
     return seeds
@@ -135,7 +136,7 @@ def test_a_run_that_does_not_finish_ends_the_command_with_its_status(
 ) -> None:
     def stop(seed: int, folder: Path) -> Ending:
         write_run(folder, seed, LOSSES, state=state)
-        return Ending(*ending)
+        return ending
 
     replace_runs(stop)
 
