@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> None:
                 prompts,
                 messages,
                 kept_messages=len(system_messages),
-                max_tokens=model.context - sampling.max_new_tokens,
+                # With a long answer, half of the context is left for the conversation.
+                max_tokens=max(model.context - sampling.max_new_tokens, model.context // 2),
             )
         if len(prompt) >= model.context:
             note(

@@ -437,6 +437,22 @@ def test_a_message_that_is_too_long_leaves_the_conversation_as_it_was(
     assert "user\na<|im_end|>" in prompts[1]
 
 
+def test_half_of_the_context_is_for_the_conversation_if_answers_may_be_longer(
+    chat_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def fitting(prompts: Prompts, messages: list, kept_messages: int, max_tokens: int) -> tuple:
+        limits.append(max_tokens)
+        return messages, [0]
+
+    monkeypatch.setattr("llmtrain.commands.chat.fitting_prompt", fitting)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+    main(["chat", str(chat_folder), "--json", "--max_new_tokens", "200"])
+
+    assert limits == [CHAT_CONTEXT // 2]
+
+
 def test_generate_says_that_a_long_text_is_cut(folder: Path, capsys: pytest.CaptureFixture) -> None:
     main(["generate", str(folder), "--prompt", "x" * CONTEXT, "--max_new_tokens", "1"])
     assert "the beginning is cut off" in capsys.readouterr().err
