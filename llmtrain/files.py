@@ -280,7 +280,9 @@ def copy_lines_up_to(source: Path, target: Path, step: int) -> None:
     """
     if not source.exists():
         return
-    lines = [json_text(line) + "\n" for line in json_lines(source) if line["step"] <= step]
+    with errors_name(source):
+        entries = json_lines(source)
+    lines = [json_text(line) + "\n" for line in entries if line["step"] <= step]
     _replace(target, "".join(lines))
 
 

@@ -56,9 +56,8 @@ def with_reference(ranks: Ranks, seed: int, rows: Tokenized, bundle: ModelBundle
     weights = (bundle.start or {}).get("weights")
     if weights is None:  # a module that a recipe has made
         checksums = [int(checksum(local_shard(p.detach()))) for p in bundle.model.parameters()]
-        weights = checksums
-        if ranks.is_sharded:  # each rank has seen its own shards only
-            weights = ranks.on_all(lambda: checksums)
+        # Each rank of a sharded model has seen its own shards only.
+        weights = ranks.on_all(lambda: checksums) if ranks.is_sharded else checksums
     # Everything that the numbers depend on.
     key = digest(
         {

@@ -200,8 +200,10 @@ def check_restarts(accelerator: Any, folder: Path) -> None:
             check_restart(accelerator, name, folder / name)
         except UserError as raised:
             error = str(raised)
-            expected = r"the optimizer (SOAP|AdamW) (fails on|changes heavyball of its state_dict)"
-            assert re.match(expected, error)
+            assert re.match(r"the optimizer AdamW changes heavyball of its state_dict", error)
+        except RuntimeError as raised:
+            error = str(raised)
+            assert "got mixed torch.Tensor and DTensor" in error
         if not is_sharded or name not in PERHAPS_ONLY_REPLICATED:
             fails = name in NOT_RESUMABLE or (is_sharded and name in ONLY_REPLICATED)
             assert (error is not None) == fails, (name, error)
