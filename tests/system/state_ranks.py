@@ -200,7 +200,9 @@ def check_restarts(accelerator: Any, folder: Path) -> None:
             check_restart(accelerator, name, folder / name)
         except UserError as raised:
             error = str(raised)
-            assert re.match(r"the optimizer (SOAP|AdamW) changes heavyball of its state_dict", error)
+            assert re.match(
+                r"the optimizer (SOAP|AdamW) changes heavyball of its state_dict", error
+            )
         except RuntimeError as raised:  # of the optimizer itself, which knows no DTensor
             error = str(raised)
             assert is_sharded, error
