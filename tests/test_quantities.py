@@ -24,6 +24,8 @@ def test_sizes(size: float, text: str) -> None:
         ("24gib", 24 * 2**30),
         ("2tib", 2 * 1024**4),
         ("400Gbit", 50e9),
+        ("400Gbps", 50e9),
+        ("50 GB/s", 50e9),
         ("50 GB/s", 50e9),
         ("100Mbit/s", 12.5e6),
     ],
