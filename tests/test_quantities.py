@@ -26,7 +26,6 @@ def test_sizes(size: float, text: str) -> None:
         ("400Gbit", 50e9),
         ("400Gbps", 50e9),
         ("50 GB/s", 50e9),
-        ("50 GB/s", 50e9),
         ("100Mbit/s", 12.5e6),
     ],
 )
