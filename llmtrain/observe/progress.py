@@ -117,7 +117,7 @@ def loss_curve(entries: list[JsonObject]) -> str:
 
     figure = plotille.Figure()
     figure.width = 60
-    figure.height = 16
+    figure.height = 12
     figure.color_mode = "names"
     figure.with_colors = sys.stdout.isatty()
     figure.x_label = "step"
@@ -139,6 +139,6 @@ def _plot(figure: Any, entries: list[JsonObject], metric: str, **style: str) -> 
 
 
 def _label(value: float, chars: int, left: bool = False, **_: object) -> str:
-    """Return the label of a tick, to four digits."""
-    text = f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
+    """Return the label of a tick, to three digits; of a step, whole."""
+    text = f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     return text.ljust(chars) if left else text.rjust(chars)

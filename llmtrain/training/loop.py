@@ -181,7 +181,7 @@ class Loop:
         # The device computes this step while the host reads the numbers of the step before.
         self.settle()
         run.status.step += 1
-        run.status.launched = result
+        run.status.pending = result
         self._rows = batch.rows
         info = self._agree_to_stop(vote)
 
@@ -238,7 +238,7 @@ class Loop:
             UserError: if the step was skipped, and no more steps may be.
         """
         status = self.run.status
-        result = status.launched
+        result = status.pending
         if result is None:
             return
         self.engine.phases.begin("norm")
@@ -252,7 +252,7 @@ class Loop:
         if not math.isfinite(result.grad_norm) and not is_scaling:
             self._count_skipped(result.grad_norm)
         status.tokens += result.target_tokens
-        status.launched = None
+        status.pending = None
         # A vote holds until the run stops. One to save outweighs one to finish.
         if self._stop != "save":
             self._stop = result.stop or self._stop

@@ -58,7 +58,7 @@ class RunStatus:
     Attributes:
         step: steps made so far. The device may still compute the last one.
         tokens: target tokens of the steps that are settled.
-        launched: the result of the last step, until it is settled; see
+        pending: the result of the last step, until it is settled; see
             :class:`llmtrain.training.loop.Loop`. The host may not have read its numbers yet.
         skipped: steps that were skipped because their gradient was not finite.
         compiled: whether the model's blocks are compiled; ``None`` until the warm-up chooses.
@@ -74,7 +74,7 @@ class RunStatus:
 
     step: int = 0
     tokens: int = 0
-    launched: StepResult | None = None
+    pending: StepResult | None = None
     skipped: int = 0
     compiled: bool | None = None
     eval_step: int | None = None
@@ -93,7 +93,7 @@ class RunStatus:
 
     def for_checkpoint(self) -> JsonObject:
         """Return the part that ``state.json`` of a checkpoint stores."""
-        assert self.launched is None, f"step {self.step} is not settled"
+        assert self.pending is None, f"step {self.step} is not settled"
         return {key: getattr(self, key) for key in _STORED}
 
     @classmethod
@@ -250,6 +250,6 @@ class Run:
         if self.is_finished:
             return
         if step is None:
-            step = self.step if self.status.launched is None else self.step - 1
+            step = self.step if self.status.pending is None else self.step - 1
         with contextlib.suppress(Exception):  # the error of the run is the one to show
             self.writer.set_status("failed", step, reason)

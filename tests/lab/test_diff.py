@@ -57,6 +57,20 @@ def text_of(comparison: RunDifference) -> str:
     return "\n".join(diff_lines(comparison, "a", "b"))
 
 
+def test_a_quantity_that_must_be_equal_is_no_relative_difference(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", seed=0, losses={1: 2.0})
+    write_run(tmp_path / "b", seed=0, losses={1: 2.0 * (1 - 1e-6)})
+    for name, batch in (("a", "11-22-33"), ("b", "44-22-33")):
+        log = tmp_path / name / "metrics.jsonl"
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        lines = [line | {"batch": batch} if "train/loss" in line else line for line in lines]
+        log.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    difference = diff_runs(History.of_run(tmp_path / "a"), History.of_run(tmp_path / "b"))
+
+    assert difference.largest_difference == pytest.approx(1e-6, rel=1e-3)
+
+
 def test_a_difference_that_has_grown_slowly_may_come_from_rounding(tmp_path: Path) -> None:
     comparison = differing_runs(tmp_path, {1: 1e-6, 2: 1e-5, 3: 1.2e-5, 4: 2e-5, 5: 0.5})
 

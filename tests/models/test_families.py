@@ -142,6 +142,11 @@ def test_a_token_that_the_model_also_pads_with_trains_its_embedding(load, family
     assert (rows_of_inputs.norm(dim=1) > 0).all()
 
 
+def test_the_finished_model_of_experts_adds_no_balancing_loss(load):
+    files = load("mixtral", config_overrides=f"{OVERRIDES},output_router_logits=true").files
+    assert files.config["output_router_logits"] is False
+
+
 def test_a_head_that_scales_its_logits_is_noticed(load):
     model = load("cohere", config_overrides=f"{OVERRIDES},logit_scale=0.3").model
     batch = packed_batch()

@@ -96,6 +96,18 @@ def test_a_save_that_fails_leaves_earlier_checkpoints_and_nothing_else(
     assert find_fault(earlier) is None
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("llmtrain.record.saver.prune", fail)
+
+    assert find_fault(save_checkpoint(tmp_path, 20)) is None
+    assert "old checkpoints could not be deleted" in capsys.readouterr().err
+
+
 def test_a_full_disk_is_noticed_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from llmtrain.data.config import DataConfig
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model import ModelBundle
+from llmtrain.parallel.config import ParallelConfig
 from llmtrain.parallel.ddp import ReplicatedEngine
 from llmtrain.record import resume
 from llmtrain.record.run_record import start_times
@@ -549,3 +550,8 @@ def test_report_to_names_trackers_or_none() -> None:
 def test_steps_of_an_xray_that_are_no_range_are_refused(steps: str) -> None:
     with pytest.raises(UserError, match="--xray_steps"):
         LogConfig(xray_steps=steps)
+
+
+def test_an_order_of_its_own_and_a_sum_after_each_micro_batch_exclude_each_other() -> None:
+    with pytest.raises(UserError, match="leave --sync_each_batch out"):
+        ParallelConfig(bitwise=True, sync_each_batch=True)
