@@ -10,7 +10,11 @@ from llmtrain.console import note
 from llmtrain.files import JsonObject, append_json_line
 from llmtrain.parallel.ranks import Ranks
 from llmtrain.record.trackers.tracker import TrackedRun, Tracker
-from llmtrain.record.trackers.weights_and_biases import WeightsAndBiases, wants_model
+from llmtrain.record.trackers.weights_and_biases import (
+    WeightsAndBiases,
+    is_wanted,
+    wants_model,
+)
 
 _START_SECONDS = 120  # for a tracker to start
 _CLOSE_SECONDS = 60  # for all trackers to end
@@ -39,13 +43,16 @@ class MetricsLog:
         """Open the trackers, on rank 0. One that takes too long opens while the run goes on.
 
         Args:
-            names: the names of the trackers, such as ``wandb``.
+            names: the names of the trackers, such as ``wandb``; ``auto`` is W&B if it is wanted.
             run: what the trackers are told about the run.
         """
         if not self.ranks.is_main:
             return
 
         self.path.touch()
+        if "auto" in names:
+            others = [name for name in names if name not in ("auto", "wandb")]
+            names = [*others, "wandb"] if "wandb" in names or is_wanted(run.folder) else others
         for name in names:
             tracker = WeightsAndBiases(name, run) if name == "wandb" else Tracker(name, run)
             self.trackers.append(tracker)

@@ -211,7 +211,7 @@ def _choose_folder(
         resume=config.resume_from_checkpoint,
         fingerprint=fingerprint,
         record=details,
-        run_id=sweep_run_id() if "wandb" in config.trackers else None,
+        run_id=sweep_run_id() if {"auto", "wandb"} & {*config.trackers} else None,
     )
     resume_point = ranks.on_main(lambda: contexts.enter_context(choosing))
     say("run", f"{resume_point.folder} ({resume_point.reason})")

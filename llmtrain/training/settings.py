@@ -355,9 +355,9 @@ class RunConfig(Config):
         metavar="NAME/MODEL",
     )
     report_to: list[str] = flag(
-        ["wandb"],
-        "trackers that get the metrics: wandb (offline without a login), tensorboard, mlflow, "
-        "trackio, aim, clearml, comet_ml, dvclive, swanlab, or none",
+        ["auto"],
+        "trackers that get the metrics: auto (wandb if you are logged in), wandb (offline without "
+        "a login), tensorboard, mlflow, trackio, aim, clearml, comet_ml, dvclive, swanlab, or none",
         metavar="TRACKER",
         group="evaluation and logging",
         variable="LLMTRAIN_REPORT_TO",
@@ -388,7 +388,7 @@ class RunConfig(Config):
                 f"--push_to_hub {self.push_to_hub}: name the repository, such as NAME/MODEL, or "
                 "leave the flag out."
             )
-        if not {"wandb", "none"}.issuperset(self.report_to) or len(self.report_to) > 1:
+        if not {"auto", "wandb", "none"}.issuperset(self.report_to) or len(self.report_to) > 1:
             # This imports Accelerate, which takes seconds.
             from llmtrain.record.trackers.tracker import check_trackers
 

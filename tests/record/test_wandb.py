@@ -189,6 +189,72 @@ def test_only_rank_0_reports(
     assert [*tmp_path.iterdir()] == []
 
 
+# --report_to auto
+
+CLOUD = "machine api.wandb.ai login user password " + "0" * 40
+NO_LOGIN = CLOUD.replace("api.wandb.ai", "example.com")
+OWN_SERVER = {"WANDB_BASE_URL": "http://example.com:8080"}
+SETTINGS = "[default]\nbase_url = http://example.com:8080\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "files", "is_logged_in"),
+    [
+        ({}, {}, False),
+        ({"WANDB_PROJECT": "mine", "WANDB_MODE": "online"}, {}, False),
+        ({"WANDB_API_KEY": "0" * 40}, {}, True),
+        ({"WANDB_IDENTITY_TOKEN_FILE": "token"}, {}, True),
+        ({}, {"netrc": CLOUD}, True),
+        ({}, {"netrc": CLOUD.replace("wandb.ai", "forge.coreweave.com")}, True),
+        ({}, {"netrc": NO_LOGIN}, False),
+        (OWN_SERVER, {"netrc": CLOUD}, False),
+        (OWN_SERVER, {"netrc": NO_LOGIN.replace(".com", ".com:8080")}, True),
+        ({}, {"netrc": NO_LOGIN.replace(".com", ".com:8080"), "config/settings": SETTINGS}, True),
+        ({}, {"config/settings": f"[default]\napi_key = {'0' * 40}\n"}, True),
+        ({}, {"netrc": "machine", "config/settings": "no settings"}, False),
+    ],
+)
+def test_auto_logs_the_runs_of_whom_wandb_takes_as_logged_in(
+    variables: dict[str, str],
+    files: dict[str, str],
+    is_logged_in: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The answers are those of ``wandb.login(prompt=False, verify=False)`` of W&B 0.31."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert weights_and_biases.is_wanted(tmp_path / "run") == is_logged_in
+
+
+def test_auto_follows_the_mode_of_wandb_and_tells_who_set_a_project_how_to_log_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))  # without settings of the user
+    is_wanted = weights_and_biases.is_wanted
+    assert not is_wanted(tmp_path)
+    assert capsys.readouterr().out == ""
+
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    assert not is_wanted(tmp_path)
+    assert capsys.readouterr().out.endswith("to log runs: wandb login\n")
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert is_wanted(tmp_path)
+
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert not is_wanted(tmp_path)
+    assert capsys.readouterr().out == ""
+
+
 # A run that is online
 
 START_SCRIPT = """
@@ -205,7 +271,7 @@ from llmtrain.record.tracking import MetricsLog
 folder = Path(sys.argv[1])
 metrics = MetricsLog(start_accelerator().ranks, folder)
 metrics.start(
-    ["wandb", "tensorboard"], TrackedRun(folder, "run", "abcd1234", config={"seed": 3})
+    ["auto", "tensorboard"], TrackedRun(folder, "run", "abcd1234", config={"seed": 3})
 )
 for step in sys.argv[2:]:
     metrics.write({"step": int(step), "train/loss": int(step) / 4, "time": 1000.0})
@@ -264,6 +330,24 @@ def test_wandb_gets_each_step_once_whichever_start_has_logged_it(
     assert {".wandb", ".jsonl", ".log", ".yaml"} <= {path.suffix for path in written}
     readable_by_others = [path for path in written if stat.S_IMODE(path.stat().st_mode) & 0o077]
     assert readable_by_others == [], "the umask is 077"
+
+
+@long_form
+def test_a_login_or_a_logout_between_two_starts_loses_no_step(
+    server: Server, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY")
+    start_process(run_folder, [1, 2])
+    assert not (run_folder / "wandb").exists()
+
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    start_process(run_folder, [3])
+    assert steps_on(server) == [1, 2, 3]
+
+    monkeypatch.delenv("WANDB_API_KEY")
+    start_process(run_folder, [4])
+    history = read_history(newest_wandb_file(run_folder))
+    assert [row["step"] for row in history] == [1, 2, 3, 4]
 
 
 @long_form

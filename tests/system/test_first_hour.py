@@ -77,12 +77,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @long_form
-def test_a_run_without_trackers_looks_up_no_other_host(text_file: Path, tmp_path: Path) -> None:
+def test_a_run_without_a_login_looks_up_no_other_host(text_file: Path, tmp_path: Path) -> None:
     flags = ["--dataset", str(text_file), "--output_dir", str(tmp_path / "run")]
-    command = [*PYTHON, "-c", WITHOUT_OTHER_HOSTS, GPT, *TINY, *flags]
+    command = [*PYTHON, "-c", WITHOUT_OTHER_HOSTS, GPT, *TINY, *flags, "--report_to", "auto"]
     online = {"HF_HUB_OFFLINE": "", "HF_HUB_DISABLE_TELEMETRY": ""}
 
     run(command, online).assert_ok()
+    assert not (tmp_path / "run/wandb").exists()
     hub_name = run([*command, "--tokenizer", "gpt2"], online)
 
     assert hub_name.status == 3

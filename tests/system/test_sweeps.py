@@ -23,7 +23,7 @@ from tests.launching import (
 from tests.wandb_file import read_records
 
 SWEEP = yaml.safe_load((ROOT / "recipes/sweep.yaml").read_text())
-FLAGS = [*TINY, *shlex.split("--eval_steps 2 --report_to wandb")]
+FLAGS = [*TINY, *shlex.split("--eval_steps 2 --report_to auto")]
 
 
 def agent_variables(folder: Path, run_id: str, **parameters: Any) -> dict[str, str]:

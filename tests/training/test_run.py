@@ -542,6 +542,7 @@ def test_trackers_get_a_description_and_exit_codes(train, monkeypatch: pytest.Mo
 def test_report_to_names_trackers_or_none() -> None:
     assert RunConfig(report_to=["wandb", "tensorboard"]).trackers == ["wandb", "tensorboard"]
     assert RunConfig(report_to=["none"]).trackers == []
+    assert RunConfig().trackers == ["auto"]
     with pytest.raises(UserError, match="--report_to"):
         RunConfig(report_to=["none", "wandb"])
 

@@ -32,9 +32,9 @@ def check_trackers(names: list[str]) -> None:
         )
     available = [str(tracker) for tracker in get_available_trackers()]
     for name in names:
-        if name not in ("none", *LOGGER_TYPE_TO_CLASS):
+        if name not in ("auto", "none", *LOGGER_TYPE_TO_CLASS):
             known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
-            raise UserError(f"--report_to {name} is not known: use {known} or none.")
+            raise UserError(f"--report_to {name} is not known: use auto, {known} or none.")
         if name in LoggerType.list() and name not in available:
             raise UserError(f"--report_to {name} is not installed: pip install {name}.")
 

@@ -1,7 +1,9 @@
 """Weights & Biases: online, offline and in sweeps."""
 
+import configparser
 import netrc
 import os
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
@@ -16,11 +18,30 @@ from llmtrain.record.trackers.tracker import Tracker
 from llmtrain.redaction import redacted
 
 _INIT_SECONDS = 30  # for one attempt to start
+# W&B's own servers. Version 0.31 takes a login for the first for the second, too.
+_CLOUD = ("https://api.wandb.ai", "https://api.forge.coreweave.com")
 
 
 def wants_model() -> bool:
     """Return whether the finished model is uploaded, as ``WANDB_LOG_MODEL`` says."""
     return os.environ.get("WANDB_LOG_MODEL", "false").lower() in ("end", "checkpoint", "true")
+
+
+def is_wanted(folder: Path) -> bool:
+    """Return whether ``--report_to auto`` logs the run in a folder to W&B.
+
+    It does if the user is logged in or has chosen W&B's offline mode, and if an earlier start of
+    the run was logged. Otherwise a user who has set a project or an entity of W&B is told how to
+    log in.
+    """
+    mode = _setting("mode")
+    if mode == "disabled":
+        return False
+    if mode == "offline" or (folder / "wandb").exists() or _is_logged_in():
+        return True
+    if _setting("project") or _setting("entity"):
+        say("wandb", "not logged in, so nothing is logged there; to log runs: wandb login")
+    return False
 
 
 def sweep_run_id() -> str | None:
@@ -44,7 +65,9 @@ class WeightsAndBiases(Tracker):
     def open(self) -> None:
         import wandb
 
-        mode = os.environ.get("WANDB_MODE") or (None if _is_logged_in() else "offline")
+        mode = _setting("mode") or None
+        if mode != "disabled" and not _is_logged_in():
+            mode = "offline"
         if mode != "offline":
             try:
                 self.inner = self._init(mode=mode, resume="allow")
@@ -112,15 +135,30 @@ class WeightsAndBiases(Tracker):
         wandb.teardown()  # this waits until W&B's file is complete; `finish` does not
 
 
+def _setting(name: str) -> str:
+    """Return a setting of W&B, as the user has set it; empty if the user has not.
+
+    It is read here because importing W&B and its ``setup`` take seconds, and start a process.
+    """
+    files = configparser.ConfigParser(interpolation=None)
+    folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
+    try:
+        files.read([Path(folder).expanduser() / "settings", "wandb/settings"])
+    except (OSError, configparser.Error):
+        files.clear()
+    in_files = files.get("default", name, fallback="")
+    return os.environ.get(f"WANDB_{name.upper()}") or in_files
+
+
 def _is_logged_in() -> bool:
     """Return whether W&B has credentials for its server, in its settings or in a netrc file."""
-    import wandb
-
-    settings = wandb.setup().settings
-    if settings.api_key or settings.identity_token_file:
+    if _setting("api_key") or _setting("identity_token_file"):
         return True
+    server = _setting("base_url")
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     try:
-        host = urlparse(settings.base_url).netloc  # with its port, as W&B writes it
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+        logins = netrc.netrc(path)
     except (OSError, netrc.NetrcParseError):
         return False
+    hosts = [urlparse(url).netloc for url in ([server] if server else _CLOUD)]  # with their ports
+    return any(logins.authenticators(host) for host in hosts)
