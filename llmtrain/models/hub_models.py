@@ -27,6 +27,7 @@ from llmtrain.model_folders import (
     weight_files,
 )
 from llmtrain.models.configuration import refuse_hub_attention
+from llmtrain.planning import current_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -138,8 +139,8 @@ def load_pretrained(
 def local_folder(name: str, revision: str = "main") -> Path:
     """Return the local folder with a model's files, which are safe to load.
 
-    If ``name`` is a hub name, the files are downloaded unless the cache has them. ``revision`` is a
-    branch, tag or commit there.
+    If ``name`` is a hub name, the files are downloaded unless the cache has them, without the
+    weights for a plan. ``revision`` is a branch, tag or commit there.
 
     Raises:
         UserError: if the hub does not provide them, or if they are not safe; see
@@ -150,7 +151,9 @@ def local_folder(name: str, revision: str = "main") -> Path:
         from huggingface_hub import snapshot_download
 
         with as_user_error(f"{name} is no folder, and the hub did not provide it"):
-            patterns = ["model*.safetensors", ADAPTER_WEIGHTS, "*.json", "*.py"]
+            patterns = [ADAPTER_WEIGHTS, "*.json", "*.py"]
+            if current_plan() is None:
+                patterns.append("model*.safetensors")
             folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     check_model_files(folder)
     return folder

@@ -171,7 +171,9 @@ def load_model(
     if model.device.type == "meta":
         # A copy of its own, because a model that has loaded weights remembers their names.
         architecture = copy.deepcopy(model)
-        initial_weights = InitialWeights(model, folder, seed)
+        # A plan reads no weights.
+        weights_folder = folder if current_plan() is None else None
+        initial_weights = InitialWeights(model, weights_folder, seed)
 
     new_tokens = _fit_vocabulary(model, base, rows, adapter, initial_weights, seed)
     if base.freeze is not None:

@@ -1,6 +1,8 @@
 """``--model_revision``: everything that is loaded by the name of a hub model is of one commit."""
 
 import json
+from contextlib import nullcontext
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import llmtrain as lt
 from llmtrain.data.tokenizer import set_template, stop_token_ids_of
 from llmtrain.errors import UserError
 from llmtrain.models.adapters import adapted_model, write_outline
+from llmtrain.planning import planning
 from tests.launching import write_chats
 from tests.models.small_models import byte_tokenizer, export_model, tiny_llama
 
@@ -49,6 +52,30 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         tokenizer.chat_template = f"{{# {branch} #}}{tokenizer.chat_template}"
         tokenizer.save_pretrained(snapshot)
     return repository
+
+
+@pytest.mark.parametrize("is_plan", [True, False], ids=["plan", "run"])
+def test_a_plan_downloads_no_weights(
+    is_plan: bool, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patterns: list[str] = []
+
+    def download(name: str, *, allow_patterns: list[str], **options: str) -> str:
+        patterns.extend(allow_patterns)
+        return str(hub / "snapshots" / COMMITS["main"])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    chats = write_chats(tmp_path / "chats.jsonl")
+    config = lt.ModelConfig(NAME, max_length=32)
+    data = lt.DataConfig(dataset=[str(chats)], tokenizer=None)
+    rows = lt.tokenize(data, chat=lt.ChatConfig(), model=config)
+
+    with planning("no") if is_plan else nullcontext():
+        lt.load_model(config, None, rows, seed=0, precision="no")
+
+    has_weights = any(fnmatch("model-00001-of-00002.safetensors", each) for each in patterns)
+    assert "*.json" in patterns
+    assert has_weights is not is_plan
 
 
 @pytest.mark.parametrize("revision", ["main", "v2", COMMITS["v2"]])

@@ -29,6 +29,7 @@ from tests.launching import (
     run,
 )
 from tests.memory import can_measure, measure_run, planned_step
+from tests.multimodal import write_checkpoint
 
 needs_measurement = pytest.mark.skipif(
     not can_measure(), reason="proc/self/clear_refs (Linux) is not writable here"
@@ -201,6 +202,18 @@ def test_a_base_in_4_bits_is_planned_without_its_weights_and_without_a_gpu(
     assert len(linear) == 2 * 7
     saved = full["bytes"]["weights"] - in_4_bits["bytes"]["weights"]
     assert saved == pytest.approx(count * (4 - 0.5 - 1 / 64 - 4 / (64 * 256)))
+
+
+def test_a_model_with_stored_buffers_is_planned_without_its_weights(
+    tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_checkpoint("Gemma4", tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+
+    flags = f"--model_name_or_path {folder} --dataset {text_file} --max_length 64"
+    [layout] = planned(capsys, [FINETUNE, *shlex.split(flags)])["layouts"]
+
+    assert layout["bytes"]["weights"] > 0
 
 
 @pytest.mark.parametrize(
