@@ -3,6 +3,7 @@
 import re
 import runpy
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,14 @@ def test_a_flag_or_a_value_of_another_program_is_answered_with_a_hint(
     assert message.startswith(f"{flag}: " if value else f"unknown flag {flag}: ")
     assert hint in message
     assert "did you mean" not in message
+
+
+def test_a_flag_and_its_other_name_cannot_both_be_set(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.yaml"
+    path.write_text("max_length: 64\nblock_size: 128\n")
+
+    for flags in ("--max_length 64 --block-size=128", f"--config {path}"):
+        assert "--block_size is another name of --max_length" in error_of("finetune", flags)
 
 
 def test_each_hint_is_printed_and_names_only_flags_of_the_recipe_that_prints_it() -> None:

@@ -189,9 +189,11 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.refuse_unknown(unknown)
 
-        values = {}
+        values: dict[str, Any] = {}
         for name, words in words_by_name.items():
             flag = self.flags[name]
+            if flag.name in values:
+                raise UserError(f"--{name} is another name of --{flag.name}; set one of them.")
             if len(words) != 1 and not flag.takes_list:
                 raise UserError(f"--{name} takes a single value, not a list.")
             converted = [flag.convert(word) for word in words]
@@ -205,6 +207,10 @@ class Parser(argparse.ArgumentParser):
             end = name.end() if name else 0
             words.append(word[:2] + word[2:end].replace("-", "_") + word[max(end, 2) :])
         self._words = words
+        given = {word.partition("=")[0] for word in words}
+        for alias, flag in self.flags.items():
+            if alias != flag.name and {f"--{alias}", f"--{flag.name}"} <= given:
+                raise UserError(f"--{alias} is another name of --{flag.name}; set one of them.")
         return super().parse_known_args(words, namespace)
 
     def refuse_unknown(self, words: list[str]) -> NoReturn:
