@@ -54,18 +54,28 @@ def test_every_lesson_is_listed_with_its_title_and_stands_on_the_page_in_order()
     assert re.findall(r"^\$ llmtrain learn (\w+)$", PAGE.read_text(), re.MULTILINE) == list(LESSONS)
 
 
+LOSSY_RING = """
+import torch.distributed as dist
+honest = dist.batch_isend_irecv
+def lossy(operations):
+    operations[0].tensor.zero_()
+    return honest(operations)
+dist.batch_isend_irecv = lossy
+"""
+BLIND_CHECK = """
+from llmtrain.observe import replicas
+replicas.check_replicas = lambda *_: None
+"""
+
+
 @long_form
-def test_a_lesson_that_does_not_hold_says_so(tmp_path: Path) -> None:
-    """The bug is planted in the package: processes that add nothing."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import torch.distributed as dist\n"
-        "honest = dist.batch_isend_irecv\n"
-        "def lossy(operations):\n"
-        "    operations[0].tensor.zero_()\n"
-        "    return honest(operations)\n"
-        "dist.batch_isend_irecv = lossy\n"
-    )
-    ended = run([str(BIN / "llmtrain"), "learn", "ring"], env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+@pytest.mark.parametrize(
+    ("lesson", "bug"), [("ring", LOSSY_RING), ("replicas", BLIND_CHECK)], ids=["ring", "replicas"]
+)
+def test_a_lesson_that_does_not_hold_says_so(lesson: str, bug: str, tmp_path: Path) -> None:
+    """The bug is planted: processes that add nothing, or a check that sees nothing."""
+    (tmp_path / "sitecustomize.py").write_text(bug)
+    ended = run([str(BIN / "llmtrain"), "learn", lesson], env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     assert ended.status == 2
     assert "AssertionError" in ended.err
-    assert "error: the lesson ring failed on this machine;" in ended.err
+    assert f"error: the lesson {lesson} failed on this machine;" in ended.err

@@ -41,4 +41,6 @@ def main() -> None:
         check_replicas(training.engine.ranks, training.model)
     except UserError as error:
         difference = str(error).partition(";")[0]
-    show(f"llmtrain compares them regularly, and would stop: {difference}")
+        show(f"llmtrain compares them regularly, and would stop: {difference}")
+    else:
+        raise AssertionError("llmtrain compares them, and finds no difference")
