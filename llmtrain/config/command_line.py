@@ -134,7 +134,7 @@ def _below_command_line(
         files.insert(0, (f"LLMTRAIN_CONFIG={path_of_platform}", path_of_platform))
     for origin, path in files:
         try:
-            values = parser.values_of(yaml_file.read(path))
+            values = parser.values_of(yaml_file.read(path, parser.flags))
         except UserError as error:
             raise UserError(f"{origin}: {error}") from None
         yield origin, values

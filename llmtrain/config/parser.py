@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import fnmatch
 import functools
 import re
 import sys
@@ -106,8 +107,8 @@ class Flag:
             problem = str(error)
             if convert is self.kind:
                 problem = f"'{word}' is not a {'whole number' if convert is int else 'number'}"
-        hint = hints("recipes").get(f"{self.name}={word.lower()}")
-        raise UserError(f"--{self.name}: {problem}" + (f": {hint}." if hint else ""))
+        hint = hint_for(f"{self.name}={word.lower()}")
+        raise UserError(f"--{self.name} {word}: {hint}." if hint else f"--{self.name}: {problem}")
 
 
 def _boolean(word: str) -> bool:
@@ -185,9 +186,9 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UserError: if a name is unknown, or if a value is wrong.
         """
-        unknown = [f"--{name}" for name in words_by_name if name not in self.flags]
+        unknown = [name for name in words_by_name if name not in self.flags]
         if unknown:
-            self.refuse_unknown(unknown)
+            self.refuse_unknown([f"--{name}={' '.join(words_by_name[name])}" for name in unknown])
 
         values: dict[str, Any] = {}
         for name, words in words_by_name.items():
@@ -218,11 +219,15 @@ class Parser(argparse.ArgumentParser):
         if not words[0].startswith("-"):
             self.error(f"'{words[0]}' is neither a flag nor the value of one")
 
-        unknown = [word.partition("=")[0] for word in words if word.startswith("-")]
-        known = [option for option in self._option_string_actions if option not in unknown]
+        values: dict[str, str] = {}
+        for flag_and_value in re.split(r" (?=-\D)", " ".join(words)):
+            flag, *value_words = re.split("[ =]", flag_and_value, maxsplit=1)
+            values[flag] = " ".join(value_words)
+
+        known = [option for option in self._option_string_actions if option not in values]
         described = []
-        for flag in dict.fromkeys(unknown):
-            hint = hint_for(flag, known, self.program)
+        for flag, value in values.items():
+            hint = hint_for(flag, known, self.program).replace("VALUE", value or "VALUE")
             described.append(flag + (f": {hint}" if hint else did_you_mean(flag, known)))
         self.error(f"unknown {'flags' if len(described) > 1 else 'flag'} {'; '.join(described)}")
 
@@ -252,7 +257,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     typed = _plain(word)
     near = [name for name in full_names if name.startswith(typed)]
     if len(near) != 1:
-        near = difflib.get_close_matches(typed, list(full_names), n=1, cutoff=0.7)
+        near = difflib.get_close_matches(typed, list(full_names), n=1, cutoff=0.72)
     if not near:
         return ""
 
@@ -265,24 +270,27 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" - did you mean {full_names[near[0]]}?"
 
 
-def hint_for(name: str, flags: Collection[str], program: Program = "recipes") -> str:
+def hint_for(name: str, flags: Collection[str] | None = None, program: Program = "recipes") -> str:
     """Return the hint for a name that a recipe or a command does not know, or nothing.
 
     Args:
         name: a flag, such as ``--lr``, or a flag with a value that it does not take, such as
             ``optim=adam``.
         flags: the known flags, such as ``--max_steps``. A hint counts only if they include all
-            flags that it names.
+            flags that it names. By default, every hint counts.
         program: whether a recipe or a command of ``llmtrain`` was started.
     """
-    hint = hints(program).get(_plain(name), "")
-    own_words = re.sub(r"accelerate launch .* RECIPE|lm_eval .*", "", hint)
-    return hint if set(re.findall(r"--\w+", own_words)).issubset(flags) else ""
+    for pattern, hint in hints(program).items():
+        own_words = re.sub(r"accelerate launch .* RECIPE|lm_eval .*", "", hint)
+        is_known = flags is None or set(re.findall(r"--\w+", own_words)).issubset(flags)
+        if is_known and fnmatch.fnmatchcase(_plain(name), pattern):
+            return hint
+    return ""
 
 
 @functools.cache
 def hints(program: Program) -> dict[str, str]:
-    """Return the hint for each name.
+    """Return the hint for each name, or for each pattern of names such as ``vllm_*``.
 
     The hints, for users of other programs, are in ``hints.yaml``.
     """

@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,15 @@ def _yaml_of(value: Any) -> str:
     ).strip()[1:-1]
 
 
-def read(path: str) -> dict[str, list[str]]:
+def read(path: str, flags: Collection[str]) -> dict[str, list[str]]:
     """Return the keys of a YAML file with the words that would follow their flags.
 
     Every scalar is read as the text in the file, because YAML's types would turn ``on`` into a
     boolean and ``12:30`` into a number. A key without a value keeps the recipe's default.
+
+    Args:
+        path: the path of the file.
+        flags: the names of the recipe's flags. Other keys may have nested keys.
 
     Raises:
         UserError: if the file cannot be read, or does not consist of keys with values or lists.
@@ -100,11 +104,12 @@ def read(path: str) -> dict[str, list[str]]:
             continue
         is_list = isinstance(value_node, yaml.SequenceNode)
         items = value_node.value if is_list else [value_node]
-        if not all(isinstance(item, yaml.ScalarNode) for item in items):
+        words = [str(item.value) for item in items if isinstance(item, yaml.ScalarNode)]
+        if len(words) < len(items) and name in flags:
             raise UserError(f"'{name}' must be a value or a list, not nested keys.")
-        if not items:
+        if not items and name in flags:
             raise UserError(f"--{name} is an empty list; give a value or leave the key out.")
-        words_by_name[name] = [str(item.value) for item in items]
+        words_by_name[name] = words
     return words_by_name
 
 
