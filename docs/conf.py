@@ -8,9 +8,6 @@ version = release = __version__
 
 extensions = [
     "myst_parser",
-    "sphinx.ext.autodoc",
-    "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
     "sphinx_copybutton",  # a button that copies a block of code
 ]
 exclude_patterns = ["_build", "notebook.ipynb", "migrate"]
@@ -19,14 +16,6 @@ nitpicky = False
 # Links such as guides/faq.md#which-config, which also work in the repository.
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "deflist"]
-
-autodoc_member_order = "bysource"
-autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented"
-autoclass_content = "both"
-napoleon_google_docstring = True
-napoleon_numpy_docstring = False
-napoleon_use_ivar = True
 
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True

@@ -1,4 +1,4 @@
-"""Write the reference pages that follow from the code: flags and commands.
+"""Write the reference pages that follow from the code: flags, commands and the Python API.
 
     python docs/generate_reference.py
 
@@ -7,6 +7,8 @@ of them is not what this program writes.
 """
 
 import argparse
+import ast
+import inspect
 import re
 import runpy
 import textwrap
@@ -14,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
+import llmtrain as lt
 from llmtrain.cli import GROUPS, build_parser
 from llmtrain.config.command_line import recipe_parser
 from llmtrain.config.flags import configs_of
@@ -27,7 +30,7 @@ _MARK = "<!-- python docs/generate_reference.py writes this page -->"
 
 def pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
-    return {"flags.md": _flags_page(), "commands.md": _commands_page()}
+    return {"flags.md": _flags_page(), "commands.md": _commands_page(), "api.md": _api_page()}
 
 
 def main() -> None:
@@ -177,6 +180,120 @@ def _argument_line(action: argparse.Action) -> str:
     if choices:
         meaning += f" ({_code(choices)})"
     return _item(f"`{names}`", meaning)
+
+
+# --- the Python API
+
+# The methods and properties on the page, by class: those that a recipe calls or defines.
+_METHODS = {
+    "Config": "set|set_default|is_set|check_given",
+    "Tokenized": "of|vocabulary|is_packed|positions|eval_sources",
+    **dict.fromkeys(["Schedule", "Model", "Objective", "Metric", "Callback", "Part"], r"[a-z]\w+"),
+}
+
+
+def _api_page() -> str:
+    """Return the page with the text below each name; names, order and sections stay as they are."""
+    # A text, and then a heading and a text by turns.
+    parts = re.split(r"^(#{2,3} .*\n)", (FOLDER / "api.md").read_text(), flags=re.MULTILINE)
+    names = []
+    for number in range(1, len(parts), 2):
+        if parts[number].startswith("### lt."):
+            name = parts[number].removeprefix("### lt.").strip()
+            parts[number + 1] = "\n" + "\n".join(_api_lines(name)) + "\n"
+            names.append(name)
+
+    assert {*names} == {*dir(lt)} - {"__version__"}, "api.md has a heading for each public name"
+    return "".join(parts).rstrip("\n") + "\n"
+
+
+def _api_lines(name: str) -> list[str]:
+    """Return the signature of a public name, its docstring and its methods as Markdown."""
+    subject = getattr(lt, name)
+    [node] = ast.parse(textwrap.dedent(inspect.getsource(subject))).body
+    assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+    text, items = _docstring(inspect.getdoc(subject) or "")
+    if name not in _METHODS:
+        text = text.partition("\n\n")[0]
+    methods = re.compile(_METHODS.get(name, ""))
+    for member in node.body:
+        if isinstance(member, ast.FunctionDef) and methods.fullmatch(member.name):
+            items += _method_items(member)
+
+    # The fields of a config are flags, which have a page of their own.
+    is_config = inspect.isclass(subject) and issubclass(subject, lt.Config)
+    signature = [] if is_config else _signature(name, node)
+    return [*signature, text, "", *items, ""] if items else [*signature, text, ""]
+
+
+def _signature(name: str, node: ast.FunctionDef | ast.ClassDef) -> list[str]:
+    """Return the block with a call of a name; nothing for a class that a recipe derives from."""
+    arguments = None
+    result = ""
+    if isinstance(node, ast.FunctionDef):
+        arguments = node.args
+        result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    else:
+        for member in node.body:
+            if isinstance(member, ast.FunctionDef) and member.name == "__init__":
+                arguments = member.args
+                arguments.args = arguments.args[1:]
+
+    parameters = []
+    if arguments is not None:
+        required = len(arguments.args) - len(arguments.defaults)
+        names = [*arguments.args, *arguments.kwonlyargs]
+        defaults = [*[None] * required, *arguments.defaults, *arguments.kw_defaults]
+        for parameter, default in zip(names, defaults, strict=True):
+            end = f" = {ast.unparse(default)}" if default else ""
+            parameters.append(ast.unparse(parameter) + end)
+        if arguments.kwonlyargs:
+            parameters.insert(len(arguments.args), "*")
+    elif re.search(
+        "NamedTuple|dataclass", " ".join(map(ast.unparse, [*node.bases, *node.decorator_list]))
+    ):
+        fields = [member for member in node.body if isinstance(member, ast.AnnAssign)]
+        parameters = [ast.unparse(field) for field in fields]
+
+    line = f"lt.{name}({', '.join(parameters)}){result}"
+    if len(line) > 90:
+        line = "\n".join([f"lt.{name}(", *(f"    {text}," for text in parameters), f"){result}"])
+    line = re.sub(r": '([^']+)'", r": \1", line)
+    line = re.sub(r"field\(default_factory=(\w+)\)", r"\1()", line)
+    return ["```py", line, "```", ""] if parameters else []
+
+
+def _method_items(method: ast.FunctionDef) -> list[str]:
+    """Return the item of a method or property: its first paragraph, and its arguments."""
+    text, items = _docstring(ast.get_docstring(method) or "")
+    arguments = method.args
+    names = [argument.arg for argument in [*arguments.args, *arguments.kwonlyargs]]
+    if arguments.kwarg is not None:
+        names.append(f"**{arguments.kwarg.arg}")
+    is_property = any(ast.unparse(decorator) == "property" for decorator in method.decorator_list)
+    call = "" if is_property else f"({', '.join(names[1:])})"
+    first_paragraph = text.partition("\n\n")[0]
+    return [_item(f"`{method.name}{call}`", first_paragraph), *(f"  {item}" for item in items)]
+
+
+def _docstring(docstring: str) -> tuple[str, list[str]]:
+    """Return the text of a docstring in Google style, and the items of its sections, as Markdown."""
+    markdown = re.sub(r":\w+:`~?(?:llmtrain\.)?([^`]+)`", r"`\1`", docstring).replace("``", "`")
+    text, *sections = re.split(
+        r"^(Args|Attributes|Returns|Raises):\n", markdown, flags=re.MULTILINE
+    )
+    items = []
+    for title, body in zip(sections[::2], sections[1::2], strict=True):
+        if title == "Returns":
+            items.append(_item("Returns", body))
+            continue
+        for name, meaning in re.findall(
+            r"^    \**(\w+): (.*(?:\n(?:     .*|(?=\n)))*)", body, re.MULTILINE
+        ):
+            first, *choices = re.split(r"^ +- ", meaning, flags=re.MULTILINE)
+            items.append(_item(f"Raises `{name}`" if title == "Raises" else f"`{name}`", first))
+            items += [f"  - {' '.join(choice.split())}" for choice in choices]
+    return text.strip(), items
 
 
 # --- Markdown
