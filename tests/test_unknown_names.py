@@ -141,3 +141,7 @@ def test_each_hint_is_printed_and_names_only_flags_of_the_recipe_that_prints_it(
 )
 def test_a_misspelled_flag_gets_the_nearest_flag_of_the_recipe(typo: str, flag: str) -> None:
     assert f"unknown flag --{typo} - did you mean --{flag}?" in error_of("finetune", f"--{typo}")
+
+
+def test_a_name_that_is_not_near_a_flag_gets_none() -> None:
+    assert error_of("finetune", "--cp_size 2") == "unknown flag --cp_size; --help lists the flags."
