@@ -30,6 +30,15 @@ _QWEN_TOKENS = {
     "vision_start_token_id": 292,
     "vision_end_token_id": 293,
 }
+_GEMMA4_TOKENS = {
+    "boi_token_id": 290,
+    "eoi_token_id": 291,
+    "image_token_id": 292,
+    "video_token_id": 293,
+    "audio_token_id": 294,
+    "boa_token_id": 295,
+    "eoa_token_index": 296,
+}
 _LINEAR_ATTENTION = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_value_heads": 2,
@@ -73,13 +82,20 @@ CLASSES: dict[str, dict[str, Any]] = {
             "global_head_dim": 16,
             "position_embedding_size": 16,
         },
-        "boi_token_id": 290,
-        "eoi_token_id": 291,
-        "image_token_id": 292,
-        "video_token_id": 293,
-        "audio_token_id": 294,
-        "boa_token_id": 295,
-        "eoa_token_index": 296,
+        **_GEMMA4_TOKENS,
+    },
+    "Gemma4Unified": {
+        "text_config": {
+            **_TEXT,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "global_head_dim": 8,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+        },
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 16},
+        "audio_config": {"audio_embed_dim": 16},
+        **_GEMMA4_TOKENS,
     },
     "Qwen3_5": {
         "text_config": {**_TEXT, **_LINEAR_ATTENTION},
@@ -111,7 +127,7 @@ CLASSES: dict[str, dict[str, Any]] = {
         "image_token_index": 292,
     },
     "Mistral3": {
-        "text_config": {**_TEXT, "model_type": "mistral"},
+        "text_config": {**_TEXT, "model_type": "ministral3"},
         "vision_config": {**_SIGLIP, "model_type": "pixtral", "head_dim": 16},
         "image_token_index": 290,
     },

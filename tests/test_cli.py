@@ -275,18 +275,18 @@ def test_init_copies_a_ready_config_with_its_recipe_and_the_command_that_runs_it
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 8)
     folder = tmp_path / "mine"
 
-    files = initialised(capsys, f"{folder} --recipe zephyr-7b-dpo")
+    files = initialised(capsys, f"{folder} --recipe smollm3-3b-dpo")
 
     command = (
         f"accelerate launch --config_file {folder}/fsdp2.yaml {folder}/preference.py"
-        f" --config {folder}/zephyr-7b-dpo.yaml"
+        f" --config {folder}/smollm3-3b-dpo.yaml"
     )
     assert files["recipe"] == f"{folder}/preference.py"
     assert files["start"] == shlex.split(command)
 
     # The copy differs from the shipped file in the command only.
-    copy = (folder / "zephyr-7b-dpo.yaml").read_text()
-    shipped = (ROOT / "recipes/configs/zephyr-7b-dpo.yaml").read_text()
+    copy = (folder / "smollm3-3b-dpo.yaml").read_text()
+    shipped = (ROOT / "recipes/configs/smollm3-3b-dpo.yaml").read_text()
     assert f"#   {command}\n" in copy
     assert copy.partition("# --- ")[2] == shipped.partition("# --- ")[2]
 
