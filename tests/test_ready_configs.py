@@ -152,6 +152,13 @@ def test_a_file_is_what_print_config_prints_and_sets_only_what_differs(
 
 
 @each_config
+def test_the_page_has_the_memory_in_the_comment(path: Path) -> None:
+    page = (ROOT / "docs" / "guides" / "ready-configs.md").read_text()
+    [memory] = re.findall(r"predicts (\d+ GiB)", path.read_text())
+    assert re.search(rf"^\|.*/{re.escape(path.name)}\).*\| {memory},", page, re.MULTILINE)
+
+
+@each_config
 def test_init_copies_a_file_with_its_recipe(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
