@@ -22,7 +22,7 @@ from llmtrain.interfaces.model import PackingSupport
 
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.
-_FORMAT_VERSION = 13
+_FORMAT_VERSION = 14
 
 
 class DataRequest:

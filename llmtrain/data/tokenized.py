@@ -31,6 +31,7 @@ class DataMetadata:
         tokenizer: the value of ``--tokenizer``; ``none`` if the rows were made without one.
         tokenizer_sha256: a hash of the tokenizer; ``none`` without one.
         data_sha256: a hash of all tokens, of both splits.
+        eval_sha256: the same of the eval split.
         vocabulary: the largest token id, plus 1. Not every smaller id need be a token.
         block_size: the number of positions of a row that predict something.
         records: documents, conversations or preference records of both splits.
@@ -58,6 +59,7 @@ class DataMetadata:
     tokenizer: str
     tokenizer_sha256: str
     data_sha256: str
+    eval_sha256: str
     vocabulary: int
     block_size: int
     records: int
@@ -106,7 +108,8 @@ def metadata_of(
     if len(train) != len(eval):
         # The eval data have sources of their own, so the hash must say where they begin.
         hashes += " eval "
-    hashes += "".join(stats.sha256 for stats in eval)
+    eval_hashes = "".join(stats.sha256 for stats in eval)
+    hashes += eval_hashes
 
     task = "text"
     units = {stats.unit for stats in train or eval} - {"text"}
@@ -117,6 +120,7 @@ def metadata_of(
         tokenizer=spec,
         tokenizer_sha256="none" if tokenizer is None else tok.digest(tokenizer),
         data_sha256=hashlib.sha256(hashes.encode()).hexdigest(),
+        eval_sha256=hashlib.sha256(eval_hashes.encode()).hexdigest(),
         vocabulary=vocabulary if tokenizer is None else vocabulary_of(tokenizer),
         block_size=block_size,
         records=sum(stats.records - stats.bad for stats in both),

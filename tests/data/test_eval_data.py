@@ -98,11 +98,15 @@ def test_one_eval_file_of_two_training_files_has_no_loss_of_its_own(tmp_path):
     assert tokenized.mixture.sizes == tokenized.metadata.source_rows
 
 
-def test_the_data_hash_depends_on_the_choice_and_content_of_training_and_eval_files(tmp_path):
+def test_the_hashes_depend_on_the_choice_and_content_of_training_and_eval_files(tmp_path):
     a, b, c = (write(tmp_path / f"{name}.jsonl", [text_record(name)]) for name in "abc")
 
+    eval_hashes = set()
+
     def data_hash(train: list[str], eval: list[str]) -> str:
-        return tokenize(config(*train, eval_dataset=eval), 8).metadata.data_sha256
+        metadata = tokenize(config(*train, eval_dataset=eval), 8).metadata
+        eval_hashes.add(metadata.eval_sha256)
+        return metadata.data_sha256
 
     hashes = {
         data_hash([a], [b]),
@@ -115,6 +119,7 @@ def test_the_data_hash_depends_on_the_choice_and_content_of_training_and_eval_fi
     write(tmp_path / "b.jsonl", [text_record("another")])
     hashes.add(data_hash([a], [b]))
     assert len(hashes) == 7
+    assert len(eval_hashes) == 6, "one eval file is used with two sets of training files"
 
 
 def test_records_of_a_recipe_can_be_evaluated_on_files(tmp_path):
@@ -165,6 +170,8 @@ def test_the_first_training_records_are_used_and_the_eval_data_stay(
     if tokenizer == "bpe:300":
         # The tokenizer is trained on the same records as the model.
         assert limited.metadata.tokenizer_sha256 != complete.metadata.tokenizer_sha256
+    else:
+        assert limited.metadata.eval_sha256 == complete.metadata.eval_sha256
 
 
 def test_each_data_set_has_its_own_count_without_bad_records(tmp_path):
