@@ -84,12 +84,14 @@ def differences(runs: Sequence[History]) -> list[Difference]:
     differing = []
     for name, affected in affects.items():
         is_flag = name.startswith("--")
-        # A key that other versions of the package do not record says nothing.
-        is_known = is_flag or all(name in values for values in values_by_run)
-        if not is_known or (is_flag and affected == "nothing"):
+        if is_flag and affected == "nothing":
             continue
         values_of_runs = [values.get(name) for values in values_by_run]
-        if any(value != values_of_runs[0] for value in values_of_runs):
+        # A run of another version of the package may lack a key, which says nothing.
+        compared = [values[name] for values in values_by_run if name in values]
+        if is_flag:
+            compared = values_of_runs
+        if any(value != compared[0] for value in compared):
             differing.append(Difference(name, values_of_runs, affected))
     return differing
 

@@ -21,7 +21,8 @@ def write_run(
     *,
     state: str = "finished",
     code: str = "c0de",
-    data: str = "da7a",
+    data: str | None = "da7a",
+    record: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Path:
     """Write a run that took a second for each step.
@@ -32,7 +33,8 @@ def write_run(
         losses: the training loss and eval loss, by step.
         state: the state in status.json.
         code: the hash of its code.
-        data: the hash of its data.
+        data: the hash of its data; ``None`` for a run that has not recorded it.
+        record: further keys of run.json.
         settings: further settings.
     """
     folder.mkdir(parents=True)
@@ -49,13 +51,14 @@ def write_run(
         "mixed_precision": "no",
         "code_sha256": code,
     }
-    record = {
+    content = {
         "format_version": 2,
         "settings": recorded(values),
-        "data_sha256": data,
         "starts": [start],
+        **({} if data is None else {"data_sha256": data}),
+        **(record or {}),
     }
-    (folder / "run.json").write_text(json.dumps(record))
+    (folder / "run.json").write_text(json.dumps(content))
     status = {"state": state, "step": max(losses, default=0)}
     (folder / "status.json").write_text(json.dumps(status))
 

@@ -71,6 +71,18 @@ def test_runs_on_different_data_under_the_same_name_are_two_groups(tmp_path: Pat
     ]
 
 
+def test_a_run_that_has_not_recorded_its_data_does_not_join_those_on_different_data(
+    tmp_path: Path,
+) -> None:
+    runs = write_runs(
+        tmp_path,
+        [{"seed": 0, "data": "1" * 64}, {"seed": 1, "data": "2" * 64}, {"seed": 2, "data": None}],
+    )
+
+    assert [numbers for _, numbers in grouped(runs)] == [[0], [1], [2]]
+    assert [numbers for _, numbers in grouped([runs[0], runs[2]])] == [[0, 2]]
+
+
 def test_code_separates_runs_only_if_it_changed_the_loss_of_a_seed(tmp_path: Path) -> None:
     runs = write_runs(
         tmp_path,
