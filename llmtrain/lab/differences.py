@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from llmtrain.files import Json
+from llmtrain.files import Json, JsonObject
 from llmtrain.record.history import History
 from llmtrain.record.tolerances import (
     NO_TOLERANCE,
@@ -94,6 +94,21 @@ def differences(runs: Sequence[History]) -> list[Difference]:
         if any(value != compared[0] for value in compared):
             differing.append(Difference(name, values_of_runs, affected))
     return differing
+
+
+def eval_measure(run: History) -> JsonObject:
+    """Return what the eval loss of a run measures, by name. Only equal measures can be compared."""
+    fingerprint = run.record.get("fingerprint") or {}
+    objective = dict(fingerprint.get("objective") or {})
+    # The training rows decide how many answers a row has, too.
+    objective.pop("answers_per_row", None)
+    if objective.pop("reference_size", 0):
+        objective["reference"] = (fingerprint["initial_weights"] or {}).get("weights")
+    return {
+        "eval rows": run.record.get("eval_sha256"),
+        "lengths of a row": run.record.get("block_size"),
+        "loss functions": objective,
+    }
 
 
 def tolerance_between(run_a: History, run_b: History) -> Tolerance:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy import stats
 
+from benchmarks import verdicts
 from tests.command_line import run_cli
 from tests.lab.seed_runs import write_run, write_setting
 
@@ -67,6 +69,136 @@ def test_settings_are_compared_by_the_seeds_that_they_have_in_common(
     (unpaired,) = [line for line in lines if line.startswith("C - A")]
     assert unpaired == "C - A     cannot be compared: C and A need two seeds in common"
     assert lines[-1].startswith("note      by chance, one comparison in 20")
+
+
+# --- the verdict
+
+
+def judged(capsys: pytest.CaptureFixture, *words: object) -> dict[str, Any]:
+    """Return what the command prints with --verdict --json, after checking its exit status."""
+    status, out, err = run_cli(capsys, "compare", *map(str, words), "--verdict", "--json")
+    content = json.loads(out)
+    assert (status, err) == (content["exit_status"], "")
+    return content
+
+
+@pytest.mark.parametrize(
+    ("mean", "looks", "verdict", "exit_status"),
+    [
+        (1.96, 1, "better", 0),
+        (2.04, 1, "worse", 10),
+        (2.0, 1, "not told apart", 11),
+        (1.96, 3000, "not told apart", 11),
+    ],
+)
+def test_a_setting_is_judged_as_scipy_says(
+    mean: float,
+    looks: int,
+    verdict: str,
+    exit_status: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    write_setting(tmp_path / "a", FIVE_SEEDS, mean=2.0, learning_rate=0.02)
+    write_setting(tmp_path / "b", FIVE_SEEDS, mean=mean, learning_rate=0.01)
+
+    content = judged(capsys, tmp_path, "--looks", looks)
+    _, text, _ = run_cli(capsys, "compare", str(tmp_path), "--verdict", "--looks", str(looks))
+
+    first, second = ([run["loss"] for run in group["runs"]] for group in content["groups"])
+    paired = stats.ttest_rel(second, first)
+    interval = paired.confidence_interval(1 - 0.01 / looks)
+    assert content["p"] == pytest.approx(paired.pvalue)
+    assert content["adjusted_p"] == pytest.approx(min(1, looks * paired.pvalue))
+    assert (content["low"], content["high"]) == pytest.approx(interval)
+    assert (content["verdict"], content["exit_status"]) == (verdict, exit_status)
+    assert (content["level"], content["looks"], content["seeds"]) == (0.01, looks, [0, 1, 2, 3, 4])
+    assert (content["more_seeds"] == 0) == (verdict in ("better", "worse"))
+    assert content["reasons"] == []
+    assert text.splitlines()[-1].startswith(f"verdict   {verdict}")
+
+
+MEASURE = {
+    "eval_sha256": "e" * 64,
+    "block_size": 64,
+    "fingerprint": {
+        "objective": {"class": "PreferenceObjective", "answers_per_row": 4, "reference_size": 4},
+        "initial_weights": {"weights": "a"},
+    },
+}
+FINGERPRINT = MEASURE["fingerprint"]
+LOSSES: dict[int, float | None] = {0: 5.0, 40: 2.0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"record": MEASURE | {"eval_sha256": "f" * 64}}, "different eval rows"),
+        ({"record": MEASURE | {"block_size": 128}}, "different lengths of a row"),
+        (
+            {"record": MEASURE | {"fingerprint": FINGERPRINT | {"initial_weights": {}}}},
+            "different loss functions",
+        ),
+        ({"seed": 7}, "B and A need two seeds in common"),
+        ({"state": "running"}, "changed is not finished: killed at step 40"),
+        ({"state": "failed"}, "changed is not finished: failed at step 40"),
+        ({"losses": {0: 5.0, 40: None}}, "changed ended with an eval loss that is not a number"),
+        ({"learning_rate": 0.3}, "these are 3: learning_rate 0.1; learning_rate 0.2; "),
+        ({"learning_rate": 0.1, "seed": 2}, "B and A need two seeds in common"),
+    ],
+)
+def test_runs_that_cannot_be_judged_are_not_comparable_for_a_reason(
+    changed: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    values: dict[str, Any] = {"losses": LOSSES, "record": MEASURE}
+    for seed in range(2):
+        write_run(tmp_path / f"a-{seed}", seed, **values, learning_rate=0.1)
+    write_run(tmp_path / "b", **values, seed=1, learning_rate=0.2)
+    write_run(tmp_path / "changed", **{**values, "seed": 0, "learning_rate": 0.2, **changed})
+
+    content = judged(capsys, tmp_path)
+
+    assert content["verdict"] == "not comparable"
+    assert content["exit_status"] == 12
+    assert reason in "; ".join(content["reasons"])
+    assert content["p"] is None
+
+
+def test_more_training_data_and_packed_answers_do_not_change_what_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    objective = FINGERPRINT["objective"] | {"answers_per_row": 8, "reference_size": 8}
+    more = MEASURE | {"fingerprint": FINGERPRINT | {"objective": objective}}
+    write_setting(tmp_path / "a", FIVE_SEEDS, mean=2.0, record=MEASURE)
+    write_setting(tmp_path / "b", FIVE_SEEDS, mean=1.9, data="more", record=more)
+
+    assert judged(capsys, tmp_path)["verdict"] == "better"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--level 0.05", "--level and --looks need --verdict, which they are for."),
+        ("--verdict --level 5", "--level 5: it must be above 0 and below 1, such as 0.01."),
+        ("--verdict --looks 0", "--looks 0: it must be at least 1."),
+    ],
+)
+def test_a_wrong_level_or_number_of_looks_is_an_error_of_one_line(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert run_cli(capsys, "compare", str(tmp_path), *words.split()) == (
+        2,
+        "",
+        f"error: {message}\n",
+    )
+
+
+def test_equal_settings_are_told_apart_as_rarely_as_the_level_says() -> None:
+    """`python -m benchmarks.verdicts` does the same 2,000 times, with other noise and seeds."""
+    count = verdicts.false_verdicts("normal", seeds=3, level=0.05, pairs=400)
+
+    assert stats.binomtest(count, 400, 0.05).pvalue > 0.001, count
+    assert verdicts.search(seeds=8, effect=0.04, number=0) == (2, 0)
 
 
 # --- the table
