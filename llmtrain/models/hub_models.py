@@ -227,9 +227,12 @@ def stored_dtypes(folder: Path) -> StoredDtypes:
                 if tensor.is_floating_point() and tensor.element_size() in (2, 4):
                     by_name[name] = tensor.dtype
 
-    if read_object(folder / "config.json").get("quantization_config"):
+    config = read_object(folder / "config.json")
+    if config.get("quantization_config"):
         return StoredDtypes(torch.bfloat16)
-    dtypes = [*by_name.values()] or [torch.float32]
+    # A plan may have no weights. The key is `torch_dtype` in models before transformers 4.56.
+    configured = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
+    dtypes = [*by_name.values()] or [configured]
     return StoredDtypes(statistics.mode(dtypes), by_name)
 
 
