@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.runs import BIN, GPT_RECIPE, ROOT, environment, flags, run, scratch
-from llmtrain.errors import UserError
 from llmtrain.launching.children import launcher_command, start_command
 from llmtrain.record.history import History
 
@@ -57,11 +56,11 @@ def main() -> int:
         default=[2, 1, 4, 3, 1, 2],
         help="processes of each start of the second run; all starts but the last are killed",
     )
-    parser.add_argument("--kill_seed", type=int, default=0, help="of the random steps")
+    parser.add_argument("--kill_seed", type=int, default=0, help="seed of the random steps")
     parser.add_argument("--picture", type=Path, default=PICTURE, help="the SVG file to write")
     arguments, recipe_flags = parser.parse_known_args()
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("matplotlib draws the picture: pip install 'llmtrain[bench]'.")
+        parser.error("matplotlib draws the picture: pip install 'llmtrain[bench]'.")
 
     steps = arguments.steps
     save_steps = max(1, steps // 30)

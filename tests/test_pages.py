@@ -61,7 +61,7 @@ NOT_RUN_HERE = (
     "accelerate launch --max_restarts",
     "runs/finetune-lora/model",
     "docs/migrate/",
-    "python -m benchmarks.gpu",
+    "python -m benchmarks",
 )
 # The flags, by name, that make a command small.
 SMALL = {
