@@ -99,15 +99,17 @@ def write_line(line: str, stream: TextIO) -> None:
     stream.flush()
 
 
-def say(label: str, text: str) -> None:
+def say(label: str, text: str, stream: TextIO | None = None) -> None:
     """Print a line of the log on stdout, from rank 0 only.
+
+    What takes longer than three seconds is announced on stderr, by whichever rank does it.
 
     The run continues if stdout cannot be written, because nobody reads it any more, as after
     ``| head``, or because its disk is full. Lines on stderr are lost in the same way.
     """
-    if rank() == 0:
+    if stream is not None or rank() == 0:
         with contextlib.suppress(OSError):
-            write_line(printable(labelled(label, text)), sys.stdout)
+            write_line(printable(labelled(label, text)), stream or sys.stdout)
 
 
 def labelled(label: str, text: str) -> str:

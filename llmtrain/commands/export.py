@@ -1,9 +1,10 @@
 """Write the model of a run to its own folder, or merge a LoRA adapter."""
 
 import argparse
+import sys
 from pathlib import Path
 
-from llmtrain.console import printable
+from llmtrain.console import printable, say
 from llmtrain.files import JsonObject, json_text, local_path
 
 EXAMPLES = (
@@ -74,6 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     result: JsonObject = {"model": str(target)}
     with new_folder(target) as working:
         if arguments.merge:
+            say("merge", f"the adapter and its base, to {target}", sys.stderr)
             write_merged(source, working, arguments.dtype or "auto")
         else:
             write_copy(source, working, arguments.dtype)

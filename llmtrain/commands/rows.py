@@ -9,13 +9,14 @@ import contextlib
 import io
 import random
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmtrain.console import labelled, note, pluralize, printable
+from llmtrain.console import labelled, note, pluralize, printable, say
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject, cache_folder, json_text
 from llmtrain.interfaces.batches import IGNORED, PADDING_CODE, is_second
@@ -276,6 +277,7 @@ def _print(
 ) -> None:
     nlls: Sequence[float | None] = [None] * len(numbers)
     if model is not None:
+        say("nll", f"loading {model}", sys.stderr)
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 nlls = _nlls(rows, numbers, model)

@@ -4,12 +4,13 @@ import argparse
 import itertools
 import math
 import re
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmtrain.console import pluralize
+from llmtrain.console import pluralize, say
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject, digest
 from llmtrain.launching.children import (
@@ -267,6 +268,7 @@ class Trial:
             UserError: if the recipe failed, with its own message.
         """
         name = name or pluralize(processes, "process")
+        say("run", f"{name}: {self.steps} steps", sys.stderr)
         try:
             run_command(self._command(processes, folder, **flags), self.on_cpu)
         except UserError as error:
@@ -284,6 +286,7 @@ class Trial:
         """
         import psutil  # noqa: F401 - loaded now, so that the kill need not wait for it
 
+        say("run", f"{pluralize(processes, 'process')}: killed after step {step}", sys.stderr)
         command = self._command(processes, folder)
         stderr = self.scratch / "killed.err"
         with stderr.open("wb") as file, start_command(command, self.on_cpu, file) as process:

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import shutil
+import sys
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from llmtrain.console import note
+from llmtrain.console import note, say
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.audit import Audit, covering_length
 from llmtrain.data.chat_template import REASONING_OPTION
@@ -60,6 +61,8 @@ def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
             leftovers = folder.parent.glob(f".tmp-*{folder.name}-*") if has_lock else ()
             for leftover in leftovers:  # of a killed process
                 shutil.rmtree(leftover, ignore_errors=True)
+            names = " ".join(source.name for source in request.sources)
+            say("data", f"reading and tokenising {names}", sys.stderr)
             _make(folder, request)
     except OSError as error:
         raise UserError(

@@ -12,6 +12,7 @@ from unittest import mock
 from torch import nn
 
 from llmtrain.config.flags import value_of
+from llmtrain.console import say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
 from llmtrain.interfaces.objective import Objective
@@ -80,6 +81,7 @@ def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeM
     Raises:
         UserError: if the file is not a recipe, or its model cannot be built without weights.
     """
+    say("recipe", f"{recipe}: building its model without weights", sys.stderr)
     printed = io.StringIO()
     # The recipe finds its flags and the modules of its folder, as when Python runs it.
     folder = str(Path(recipe).resolve().parent)

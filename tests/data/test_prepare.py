@@ -78,6 +78,18 @@ def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path, tokenizer,
     assert (targets != IGNORED).sum() == len(tokens) - 1 == tokenized.metadata.train_tokens
 
 
+def test_whoever_makes_rows_says_so_before_and_whoever_finds_them_does_not(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("RANK", "1")
+    tokenize_texts(tmp_path, [*TEXTS, "more"], 8)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("data ")]
+    assert "reading and tokenising" in line
+
+    tokenize_texts(tmp_path, [*TEXTS, "more"], 8)
+    assert capsys.readouterr().err == ""
+
+
 def random_lengths(length: int) -> list[int]:
     """Return random lengths of documents that are so long together."""
     random_numbers = np.random.default_rng(length)

@@ -6,8 +6,10 @@ folder instead of a recipe, it shows the steps that the run has recorded with --
 """
 
 import argparse
+import sys
 from pathlib import Path
 
+from llmtrain.console import pluralize, say
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject, json_text
 from llmtrain.launching.children import (
@@ -100,5 +102,6 @@ def _record(arguments: argparse.Namespace) -> Path:
     }
     recipe = [arguments.recipe, *arguments.flags]
     command = recipe_command(recipe, forced, processes, arguments.config_file)
+    say("run", f"{pluralize(processes, 'process')}: {last_step} steps, in {folder}", sys.stderr)
     run_command(command, on_cpu=has_too_few_gpus(processes, arguments.config_file))
     return folder
