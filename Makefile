@@ -35,7 +35,8 @@ check: $(READY)
 $(TRAIN): setup.cfg setup.py pyproject.toml constraints.txt
 	@echo "installing what training needs into .venv (once; half a minute)"
 	@$(PYTHON) -m venv .venv
-	@$(INSTALL) .
+	@$(INSTALL) '.[lora,lab]'
+	@echo "installed; the first start compiles what it imports (half a minute)"
 	@touch $@
 
 # The tests start hundreds of processes, so here all modules are compiled, on all cores. A file of torch's that is
@@ -43,6 +44,7 @@ $(TRAIN): setup.cfg setup.py pyproject.toml constraints.txt
 $(READY): $(TRAIN)
 	@echo "installing what the tests need into .venv (once; a minute or two)"
 	@$(INSTALL) '.[dev]'
+	@echo "compiling what was installed, on all cores (once; half a minute)"
 	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $@
 

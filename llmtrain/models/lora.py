@@ -53,12 +53,9 @@ def add_lora(
         peft's view of the model, which can save the adapter.
 
     Raises:
-        UserError: if peft is not installed, or ``--lora_target_modules`` does not fit the model.
+        UserError: if ``--lora_target_modules`` does not fit the model.
     """
-    try:
-        import peft
-    except ImportError:
-        raise UserError("--lora_r needs peft: pip install 'llmtrain[lora]'.") from None
+    import peft
 
     _check_modules_to_save(model, config)
     module_targets, expert_targets = _targets(model, config.lora_target_modules)

@@ -1,6 +1,7 @@
 """Settings of LoRA."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import ClassVar
 
 from llmtrain.config.flags import Affects, Config, flag, require_range
@@ -69,6 +70,8 @@ class LoraConfig(Config):
                     raise UserError(f"--{name} needs --lora_r.")
             if self.lora_alpha != _ALPHA or self.lora_target_modules != _TARGET_MODULES:
                 raise UserError("--lora_alpha and --lora_target_modules need --lora_r.")
+        elif find_spec("peft") is None:  # said here, before the data are read
+            raise UserError("--lora_r needs peft: pip install 'llmtrain[lora]'.")
         require_range(self, "lora_alpha", at_least=1)
         if self.lora_dropout >= 1:
             raise UserError(f"--lora_dropout {self.lora_dropout} is too large: it must be below 1.")

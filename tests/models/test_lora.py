@@ -25,6 +25,7 @@ import llmtrain as lt
 from llmtrain.data.tokenizer import set_template
 from llmtrain.errors import UserError
 from llmtrain.model_folders import folder_beside
+from llmtrain.models import lora_config
 from llmtrain.models.adapters import merged_model, write_merged
 from llmtrain.models.export import how_to_load
 from llmtrain.models.generation import TextModel
@@ -747,6 +748,13 @@ def refused(message: str) -> Iterator[None]:
 def test_bad_settings_are_refused(adapt, base, flags, message):
     with refused(message):
         adapt(base, **flags)
+
+
+def test_peft_is_missing_before_the_data_are_read(monkeypatch):
+    monkeypatch.setattr(lora_config, "find_spec", lambda name: None)
+    with refused("--lora_r needs peft: pip install"):
+        lt.LoraConfig(lora_r=4)
+    lt.LoraConfig()
 
 
 def test_bitwise_runs_refuse_the_dropout_of_an_adapter(bases, load, peft_adapter):
