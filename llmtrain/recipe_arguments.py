@@ -26,6 +26,6 @@ def check_recipe(path: str) -> None:
     """Raise :class:`UserError` if there is no file of this path."""
     if not Path(path).is_file():
         raise UserError(
-            f"{path} is not a file; name a recipe, such as recipes/gpt.py in a clone of the "
-            "repository, or a copy made by llmtrain init."
+            f"{path} is not a file; name a recipe before its flags, such as recipes/gpt.py in "
+            "a clone of the repository, or a copy made by llmtrain init."
         )

@@ -307,3 +307,5 @@ def test_the_exit_status_tells_whether_a_run_is_finished(
         ended, text, err = run_cli(capsys, "runs", "--finished", str(run), *flags)
         assert (ended, err) == (status, "")
         assert state in text
+    ended, _, err = run_cli(capsys, "runs", "--finished", str(run), "--sort", "loss")
+    assert (ended, err.count("no --sort")) == (2, 1)

@@ -60,8 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     if arguments.finished is not None:
-        if arguments.words:
-            raise UserError("--finished takes one run: llmtrain runs --finished RUN.")
+        if arguments.words or arguments.sort != "age":
+            raise UserError(
+                "--finished takes one run, and no --sort: llmtrain runs --finished RUN."
+            )
         history = History.of_run(Path(arguments.finished))
         if arguments.json:
             content = {"run": arguments.finished, "state": history.state, "step": history.step}

@@ -133,8 +133,10 @@ class Audit:
             f"{pluralize(self.rows, 'row')} {is_or_are(self.rows)} {fill:.1%} full",
         ]
         if self.unit == "conversation" and self.examples + self.bad > self.records:
+            count = self.records - self.bad
             lines.append(
-                f"{pluralize(self.records - self.bad, 'conversation')} make {self.examples:,} "
+                f"{pluralize(count, 'conversation')} {'makes' if count == 1 else 'make'} "
+                f"{self.examples:,} "
                 "examples, because the template changes earlier turns; --turns last trains only "
                 "the last one"
             )

@@ -96,7 +96,7 @@ def start_planned_accelerator(precision: str) -> TrainingAccelerator:
     """
     if _world_size() > 1:
         raise UserError(
-            f"llmtrain plan is one process, but WORLD_SIZE is {_world_size()}; start it without a "
+            f"this command is one process, but WORLD_SIZE is {_world_size()}; start it without a "
             "launcher, or unset WORLD_SIZE."
         )
     forget_accelerator()

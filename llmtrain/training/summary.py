@@ -102,7 +102,7 @@ def show_result(folder: Path, rows: Tokenized, text: str | None) -> None:
             if question is None or rows.tokenizer is None:
                 print(redacted(f"\n--- a sample of {model_folder} {_RULE}"))
             else:
-                print(f"\n--- a question that is not in the training data {_RULE}")
+                print(f"\n--- a question of the eval data {_RULE}")
                 print(printable(str(rows.tokenizer.decode(question, skip_special_tokens=True))))
                 print(redacted(f"\n--- the answer of {model_folder} {_RULE}"))
             print(printable(text))
@@ -131,7 +131,8 @@ def _command() -> str:
     next_to_python = Path(sys.executable).parent / "llmtrain"
     if shutil.which("llmtrain") or not next_to_python.exists():
         return "llmtrain"
-    return os.path.relpath(next_to_python)
+    relative = os.path.relpath(next_to_python)
+    return str(next_to_python) if relative.startswith("..") else relative
 
 
 def publish(folder: Path, repository: str | None) -> None:
