@@ -83,7 +83,7 @@ NAMES = [
 ]
 
 # Names that look private and are not: Python documents them, or they are our own.
-PUBLIC = {"os._exit", "group"}
+PUBLIC = {"os._exit", "_current_frames", "group"}
 NAMED_TUPLE_METHODS = {"_asdict", "_replace", "_fields", "_make"}
 
 

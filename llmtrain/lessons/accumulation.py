@@ -1,21 +1,25 @@
 """Accumulation: a step in several micro-batches, reduced once."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 
 import torch
-from torch.distributed import GradBucket
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from llmtrain import ParallelConfig
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import (
-    Batch,
-    BucketAverage,
-    BucketFuture,
+    BLOCK,
+    Messages,
     Training,
     batch,
     claim,
+    compare,
+    expect,
     flat_gradient,
-    rank_rows,
+    rows,
     show,
     small_gpt,
 )
@@ -25,45 +29,74 @@ def main() -> None:
     """Reduce one gradient in three ways, and count the collectives of each."""
     accelerator = start_accelerator(ParallelConfig(ddp_bucket_cap_mb=0.1, threads=1))
     training = Training(accelerator, small_gpt())
-    model = training.model
+    training.accumulate([batch(rows(8))])  # DDP arranges its buckets in the first pass
+    training.model.zero_grad()
 
-    tokens = rank_rows(accelerator, 16)
-    one_batch = [batch(tokens)]
-    four_batches = [batch(part) for part in tokens.chunk(4)]
-
-    gradients = []
-    for name, batches, sync_each_batch in (
-        ("8 rows at once", one_batch, False),
-        ("4 times 2 rows, all but the last under no_sync", four_batches, False),
-        ("4 times 2 rows, reduced each time", four_batches, True),
+    for name, size, sync_each_batch in (
+        ("8 rows at once", 16, False),
+        ("4 times 2 rows, all but the last under no_sync", 4, False),
+        ("4 times 2 rows, reduced each time", 4, True),
     ):
         training.engine.sync_each_batch = sync_each_batch
-        _collectives_of_each_batch(training, batches)
-        model.zero_grad()  # DDP arranges its buckets in the first pass
-
-        counts = _collectives_of_each_batch(training, batches)
-        gradients.append(flat_gradient(model))
-        model.zero_grad()
-
+        counts = _check_step(
+            lambda _, batches, tokens: training.accumulate(batches),
+            training.model,
+            torch.split(rows(16), size),
+            sync_each_batch,
+        )
         show(f"{name}: collectives in each micro-batch {counts}")
-        *earlier_counts, last_count = counts
-        assert last_count > 0
-        assert all((count > 0) == sync_each_batch for count in earlier_counts)
-
-    are_same = all(torch.allclose(gradients[0], other, atol=1e-6) for other in gradients)
-    claim("the gradients are the same in all three", are_same)
+    claim("the gradients are the same in all three", holds=True)
 
 
-def _collectives_of_each_batch(training: Training, batches: Sequence[Batch]) -> list[int]:
-    """Compute a gradient, and return how many buckets are sent in each micro-batch."""
-    counts: list[int] = []
+def check(accumulate: Callable[..., object], processes: int, seed: int) -> None:
+    """Make steps with random micro-batches; see :func:`_check_step`."""
+    draw = random.Random(seed)
+    model = DistributedDataParallel(small_gpt())
+    for sizes in ([1, 3, 2], [2, 1]):
+        parts = [rows(size * processes, step=draw.randrange(2**31)) for size in sizes]
+        _check_step(accumulate, model, parts)
 
-    def count(bucket: GradBucket, send: BucketAverage) -> BucketFuture:
-        counts[-1] += 1
-        return send(bucket)
 
-    hook = training.model.register_forward_pre_hook(lambda *_: counts.append(0))
-    with training.engine.watching_buckets(count):
-        training.accumulate(batches)
+def _check_step(
+    accumulate: Callable[..., object],
+    model: nn.Module,
+    parts: Sequence[torch.Tensor],
+    sync_each_batch: bool = False,
+) -> list[int]:
+    """Compare the gradient of a step with that of one pass without DDP.
+
+    Args:
+        accumulate: leaves the gradient of the mean loss in ``.grad``, given the model, this rank's
+            micro-batches, and the number of target tokens in those of all ranks.
+        model: the model.
+        parts: the rows of each micro-batch, over all ranks.
+        sync_each_batch: whether each micro-batch should be reduced, instead of the last one.
+
+    Returns:
+        The number of buckets that were reduced in each micro-batch.
+    """
+    processes = dist.get_world_size()
+    batches = [batch(part.chunk(processes)[dist.get_rank()]) for part in parts]
+    tokens = BLOCK * sum(map(len, parts))
+    reference = small_gpt()
+    reference(**batch(torch.cat([*parts]))).backward()
+    total = flat_gradient(reference)
+    mean = total / tokens
+
+    starts: list[int] = []
+    with Messages() as messages:
+        names = messages.collectives
+        hook = model.register_forward_pre_hook(lambda *_: starts.append(len(names)))
+        accumulate(model, batches, tokens)
     hook.remove()
+    expect(len(starts) == len(batches), "passes", got=len(starts), expected=len(batches))
+    ends = [*starts[1:], len(names)]
+    counts = [names[start:end].count("allreduce") for start, end in zip(starts, ends, strict=True)]
+    is_reduced = [count > 0 for count in counts]
+    is_right = is_reduced == [sync_each_batch] * (len(batches) - 1) + [True]
+    symptoms = {0: "never", len(batches): "each"}
+    expect(is_right, symptoms.get(sum(is_reduced), "which"), counts=counts)
+    gradient = flat_gradient(model)
+    compare(gradient, mean, averaged=[mean / processes], undivided=[total, total / processes])
+    model.zero_grad()
     return counts

@@ -6,12 +6,18 @@ the gradients of their own rows. One process adds those of all rows, one after t
 process adds complete branches of it. This lesson writes that tree in a few lines of torch.
 """
 
+import random
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from llmtrain.errors import short_repr
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.lessons.common import batch, claim, flat_gradient, rows, show, small_gpt
+from llmtrain.lessons.common import batch, claim, expect, flat_gradient, rows, show, small_gpt
+from llmtrain.models.gpt import KeyedDropout
+from llmtrain.seeds import seed_of
 
 
 def main() -> None:
@@ -43,6 +49,48 @@ def main() -> None:
         "as a tree, in one process or in 4: the sums have the same bits",
         torch.equal(full_tree, distributed_tree),
     )
+
+    check(_keyed_masks, accelerator.num_processes, seed=0)
+    claim("on one process and on 4, dropout drops the same elements of each row", holds=True)
+
+
+def _keyed_masks(seed: int, step: int, slots: list[int], size: int) -> torch.Tensor:
+    """Return the masks of the package's dropout."""
+    keys = torch.tensor([seed_of(seed, step, slot) for slot in slots])
+    return KeyedDropout(0.5).forward(torch.ones(len(slots), size), keys) > 0
+
+
+def check(masks: Callable[..., torch.Tensor], processes: int, seed: int) -> None:
+    """Compare the masks of all ranks with those of one process, of other steps and other seeds.
+
+    Args:
+        masks: returns which half of the elements is kept, bool [slots, size], given the seed of
+            the run, the number of the step, the slots of some rows in the global batch, and the
+            size of a row.
+        processes: the number of ranks.
+        seed: chooses the arguments.
+    """
+    run_seed, step, size = random.Random(seed).choices(range(1000, 2000), k=3)
+    slots = [*range(2 * processes)]
+    first = 2 * dist.get_rank()
+
+    whole = masks(run_seed, step, slots, size)
+    is_mask = isinstance(whole, torch.Tensor) and whole.dtype == torch.bool
+    expect(is_mask and whole.shape == (len(slots), size), "mask", got=short_repr(whole))
+    expect(torch.equal(whole, masks(run_seed, step, slots, size)), "resume")
+
+    of_first_rank = whole.byte()
+    dist.broadcast(of_first_rank, src=0)
+    part = masks(run_seed, step, slots[first : first + 2], size)
+    expect(first == 0 or not torch.equal(part.byte(), of_first_rank[:2]), "ranks")
+    expect(torch.equal(part.byte(), of_first_rank[first : first + 2]), "layout")
+
+    sources: dict[bytes, str] = {}
+    for other_seed, other_step in ((run_seed, step), (run_seed, step + 1), (run_seed + 1, step)):
+        for slot, mask in zip(slots, masks(other_seed, other_step, slots, size), strict=True):
+            source = f"seed {other_seed}, step {other_step}, slot {slot}"
+            first_source = sources.setdefault(mask.numpy().tobytes(), source)
+            expect(first_source == source, "repeated", first=first_source, second=source)
 
 
 def _tree_sum(terms: list[torch.Tensor]) -> torch.Tensor:

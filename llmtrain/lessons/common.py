@@ -1,23 +1,25 @@
-"""A small model, rows, and ways to print and to run recipes, for all lessons."""
+"""A small model, rows, and ways to print, to check results and to run recipes, for all lessons."""
 
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed import GradBucket
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain import GPT, GPTConfig, Objective, OptimConfig, ParallelConfig, make_optimizer
+from llmtrain.errors import short_repr
 from llmtrain.files import shipped_folder
-from llmtrain.launching.children import start_command
+from llmtrain.launching.children import launcher_command, start_command
 from llmtrain.parallel.placement import engine_for
 from llmtrain.parallel.ranks import ranks_of
+from llmtrain.seeds import seed_of
 from llmtrain.training.step import train_step
 
 # The columns of a micro-batch.
@@ -69,6 +71,82 @@ def claim(text: str, holds: bool, expected: bool = True) -> None:
     assert holds == expected, text
 
 
+class WrongAnswerError(AssertionError):
+    """A result that a lesson refuses: the symptom, which has a hint, and what the hint names."""
+
+
+def expect(holds: bool, symptom: str, **details: object) -> None:
+    """Check a result.
+
+    Args:
+        holds: whether it is as expected.
+        symptom: the name of a hint in exercises/hints.yaml, about a result that is not.
+        details: what the hint names.
+
+    Raises:
+        WrongAnswerError: if it is not.
+    """
+    if not holds:
+        raise WrongAnswerError(symptom, details)
+
+
+def compare(result: Any, expected: torch.Tensor, **typical: Sequence[torch.Tensor]) -> None:
+    """Check a tensor. Its values may differ from the expected ones by about 1e-5.
+
+    Args:
+        result: what is checked.
+        expected: the right tensor.
+        typical: the results of typical mistakes, by symptom.
+    """
+    expect(isinstance(result, torch.Tensor), "type", got=short_repr(result), expected="a tensor")
+    expect(result.dtype == expected.dtype, "dtype", got=result.dtype, expected=expected.dtype)
+    if _are_close(result, expected):
+        return
+    for symptom, wrong_results in typical.items():
+        expect(not any(_are_close(result, wrong) for wrong in wrong_results), symptom)
+    expect(result.shape == expected.shape, "shape", got=[*result.shape], expected=[*expected.shape])
+    index = int((result - expected).abs().argmax())
+    numbers = [float(tensor.flatten()[index]) for tensor in (result, expected)]
+    expect(False, "values", index=index, got=numbers[0], expected=numbers[1])
+
+
+def compare_shard(
+    shard: Any, full: Any, rank: int, processes: int, **typical: list[torch.Tensor]
+) -> None:
+    """Check that a rank has its rows of a full tensor; see :func:`compare`."""
+    shards = shards_of(full, processes)
+    floor = len(full) // processes
+    rounded_down = full[rank * floor : (rank + 1) * floor]
+    compare(shard, shards[rank], **typical, floor=[rounded_down], other=shards, everything=[full])
+
+
+def _are_close(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.shape == second.shape and torch.allclose(first, second, rtol=1e-5, atol=1e-5)
+
+
+class Messages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the messages of this process while the context is open.
+
+    Attributes:
+        sent: the rank and the bytes of each message to one rank.
+        collectives: the names of the operations that carry data among all ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sent: list[tuple[int, int]] = []
+        self.collectives: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        library, _, operation = func.name().partition("::")
+        if operation == "send":
+            [tensor], _, receiver, _ = args
+            self.sent.append((receiver, tensor.nbytes))
+        elif library == "c10d" and operation not in ("recv_", "barrier"):
+            self.collectives.append(operation.strip("_"))
+        return func(*args, **kwargs or {})
+
+
 # --- model and data
 
 
@@ -87,6 +165,16 @@ def rows(count: int, step: int = 0) -> torch.Tensor:
     first = torch.randint(1, VOCABULARY, (count, 1), generator=generator)
     stride = torch.randint(1, VOCABULARY, (count, 1), generator=generator)
     return (first + stride % 7 * torch.arange(BLOCK + 1)) % VOCABULARY
+
+
+def shards_of(full: torch.Tensor, processes: int) -> list[torch.Tensor]:
+    """Return the rows of each rank, as FSDP2 deals them out: the last may have fewer, or none."""
+    return [*full.chunk(processes), *[full[:0]] * processes][:processes]
+
+
+def random_tensor(*shape: int, seed: int, rank: int = 0) -> torch.Tensor:
+    """Return a tensor that depends on the seed and the rank only."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed_of(seed, rank)))
 
 
 def rank_rows(accelerator: Accelerator, count: int, step: int = 0) -> torch.Tensor:
@@ -124,30 +212,25 @@ class Training:
             config=ParallelConfig(),
         )
 
-    def accumulate(self, batches: Sequence[Batch]) -> torch.Tensor:
+    def accumulate(self, batches: Sequence[Batch]) -> None:
         """Leave the gradient of the mean loss over the rows of all ranks in ``.grad``.
 
         Args:
             batches: this rank's micro-batches.
-
-        Returns:
-            This rank's part of the mean loss. The parts of all ranks add up to it.
         """
         self.engine.phases.begin("count")
-        totals = self.engine.count(batches)
-        sums = self.engine.forward_backward(batches, totals)
-        return sums.loss / totals.divisor.to(sums.loss.dtype)
+        self.engine.forward_backward(batches, self.engine.count(batches))
 
-    def step(self, tokens: torch.Tensor, max_grad_norm: float = 1.0) -> torch.Tensor:
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Change the weights by one step of the package's loop.
 
         Args:
             tokens: this rank's rows.
-            max_grad_norm: the gradient is scaled down to this norm if it is larger.
 
         Returns:
-            This rank's part of the mean loss.
+            This rank's part of the mean loss. The parts of all ranks add up to it.
         """
+        max_grad_norm = 1.0
         result = train_step(self.engine, self.optimizer, [batch(tokens)], max_grad_norm)
         return result.sums.loss / result.denominator
 
@@ -183,28 +266,26 @@ def training_run(
     processes: int = 1,
     restarts: int = 0,
 ) -> "Iterator[subprocess.Popen[bytes]]":
-    """Run recipes/gpt.py under torchrun, and wait for its end when the block ends.
+    """Run recipes/gpt.py, and wait for its end when the block ends.
 
     Args:
         folder: the folder of the run.
         steps: how many steps it makes.
         flags: further flags of the recipe.
-        processes: how many processes torchrun starts.
-        restarts: how often torchrun starts them again after a failure.
+        processes: how many processes there are; torchrun starts several.
+        restarts: how often torchrun starts several processes again after a failure.
 
     Yields:
-        The process of torchrun, which leads its own session.
+        The process of torchrun, or the only process. It leads its own session.
 
     Raises:
         AssertionError: if the run fails.
     """
+    launcher = launcher_command(processes, None)
+    if restarts:
+        launcher.append(f"--max-restarts={restarts}")
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--max-restarts={restarts}",
-        f"--nproc-per-node={processes}",
+        *launcher,
         f"{shipped_folder('recipes')}/gpt.py",
         *(f"--{name}={value}" for name, value in TINY_RUN.items()),
         f"--max_steps={steps}",

@@ -1,22 +1,28 @@
 """Show distributed training on this machine in lessons; without a name, list them.
 
-Each lesson runs real processes, prints what it measures, and asserts what it claims.
+Each lesson runs real processes, prints what it measures, and asserts what it claims. Some have an
+exercise: a file with one function to write. A check runs it with random input, on 2 and then on 3
+processes. The exit status is 0 if the answer is right, and 1 if it is wrong.
 """
 
 import argparse
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 from typing import IO
 
 from llmtrain.errors import UserError
-from llmtrain.files import json_text
+from llmtrain.files import JsonObject, json_text
 from llmtrain.lessons import LESSONS
+from llmtrain.lessons.exercise import check_answer, exercises
 
 EXAMPLES = (
     "llmtrain learn",
     "llmtrain learn ring",
+    "llmtrain learn ring --exercise",
+    "llmtrain learn ring --check ring_exercise.py",
 )
 
 _TIMEOUT_MINUTES = 2
@@ -26,10 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "lesson", nargs="?", choices=[*LESSONS], metavar="LESSON", help="name of the lesson to run"
     )
+    parser.add_argument("--exercise", action="store_true", help="write LESSON_exercise.py")
+    parser.add_argument("--check", metavar="FILE", help="check the answer to the exercise")
+    parser.add_argument("--seed", type=int, metavar="S", help="repeat a check with its input")
 
 
 def run(arguments: argparse.Namespace) -> None:
     name = arguments.lesson
+    if arguments.exercise or arguments.check:
+        _do_exercise(name, arguments.check, arguments.seed, as_json=arguments.json)
+        return
     if name is None:
         _list(arguments.json)
         return
@@ -51,8 +63,35 @@ def _list(as_json: bool) -> None:
         print(f"  {name:<14}{title(name)}")
     print(
         "\nllmtrain learn LESSON runs one, in less than a minute. docs/explanation/ddp.md shows "
-        "them in order."
+        "them in order.\nllmtrain learn LESSON --exercise writes an exercise: "
+        f"{', '.join(exercises())}."
     )
+
+
+def _do_exercise(name: str, answer: str | None, seed: int | None, as_json: bool) -> None:
+    """Write the exercise of a lesson, or check the answer in a file."""
+    if name not in exercises():
+        raise UserError(f"name a lesson that has an exercise: {', '.join(exercises())}.")
+
+    file = Path(answer or f"{name}_exercise.py")
+    result: JsonObject = {"lesson": name, "file": str(file)}
+    if answer is None:
+        if file.exists():
+            raise UserError(f"{file} is there, and stays; move it away to begin again.")
+        file.write_text(exercises()[name])
+        text = f"{file}: write its function. Then: llmtrain learn {name} --check {file}"
+    else:
+        if not file.is_file():
+            raise UserError(f"{file} is no file; llmtrain learn {name} --exercise writes one.")
+        result["seed"] = random.randrange(1_000_000) if seed is None else seed
+        print(f"input     --seed {result['seed']} repeats it", file=sys.stderr)
+        result |= check_answer(name, file, result["seed"])
+        following = [*LESSONS, ""][[*LESSONS].index(name) + 1]
+        text = f"right, on 2 and on 3 processes. Next: llmtrain learn {following}"
+        if not result["right"]:
+            text = f"wrong, on {result['processes']} processes: {result['hint']}"
+    print(json_text(result) if as_json else text)
+    sys.exit(0 if result.get("right", True) else 1)
 
 
 def title(name: str) -> str:

@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from torch.distributed import GradBucket
 
 from llmtrain.lab.xray.recording import Communication, Recording
-from llmtrain.lab.xray.timeline import as_lines, summary
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import (
     BucketAverage,
@@ -38,7 +37,7 @@ def main() -> None:
     """Show steps with one bucket, with many, and with a last bucket that comes late."""
     accelerator = start_accelerator()
     one = _xray(accelerator, "one bucket", bucket_mib=100)
-    many = _xray(accelerator, "many buckets", bucket_mib=0.5, has_table=True)
+    many = _xray(accelerator, "many buckets", bucket_mib=0.5)
     delayed = _xray(
         accelerator,
         f"many, the last {1000 * DELAY_SECONDS:.0f} ms late",
@@ -57,7 +56,6 @@ def _xray(
     name: str,
     bucket_mib: float,
     delays_last_bucket: bool = False,
-    has_table: bool = False,
 ) -> Communication:
     """X-ray some steps of a new model, and print how long gradients travel.
 
@@ -66,7 +64,6 @@ def _xray(
         name: what the line is about.
         bucket_mib: the size of a bucket.
         delays_last_bucket: whether the last bucket comes late.
-        has_table: whether to print the x-ray's table.
 
     Returns:
         The medians over the steps on rank 0, and zeros on other ranks.
@@ -95,9 +92,6 @@ def _xray(
     show_measured(
         f"{name}: gradients travel {travelling:.1f} ms per step, {hidden:.1f} of it hidden"
     )
-    if has_table:
-        for line in as_lines(summary(recording)):
-            show_measured(line)
     return medians
 
 

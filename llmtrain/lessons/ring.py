@@ -7,9 +7,10 @@ handed out. So each process sends 2 (N - 1) / N times its size, however many pro
 small tensors are put into buckets first.
 """
 
+import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,13 @@ from accelerate import Accelerator
 
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import (
+    Messages,
     batch,
     claim,
+    compare,
+    expect,
     flat_gradient,
+    random_tensor,
     rank_rows,
     show,
     show_measured,
@@ -27,17 +32,12 @@ from llmtrain.lessons.common import (
 )
 
 
-def ring_all_reduce(tensor: torch.Tensor) -> int:
-    """Replace a tensor by its sum over all ranks.
-
-    Returns:
-        The bytes that this rank has sent.
-    """
+def ring_all_reduce(tensor: torch.Tensor) -> None:
+    """Replace a tensor by its sum over all ranks."""
     rank = dist.get_rank()
     size = dist.get_world_size()
     chunks = tensor.flatten().tensor_split(size)  # views of one memory
     buffer = torch.empty_like(chunks[0])  # no chunk is longer than the first
-    sent_bytes = 0
     for turn in range(2 * (size - 1)):
         outgoing = chunks[(rank - turn) % size]
         target = chunks[(rank - turn - 1) % size]
@@ -46,45 +46,59 @@ def ring_all_reduce(tensor: torch.Tensor) -> int:
         receiving = dist.P2POp(dist.irecv, received, (rank - 1) % size)
         for request in dist.batch_isend_irecv([sending, receiving]):
             request.wait()
-        sent_bytes += outgoing.nbytes
         if turn < size - 1:  # reduce-scatter, after which this rank has the sum of one chunk
             target.add_(received)
         else:  # all-gather: hand the sums round
             target.copy_(received)
-    return sent_bytes
 
 
 def main() -> None:
     """Compare a ring with torch's all-reduce, and many all-reduces with one."""
     accelerator = start_accelerator()
-    _compare_ring_with_torch(accelerator)
+    check(ring_all_reduce, accelerator.num_processes, seed=0)
     _compare_many_with_one(accelerator)
 
 
-def _compare_ring_with_torch(accelerator: Accelerator) -> None:
-    """Add up a tensor in both ways, and count the bytes that the ring sends."""
-    size = accelerator.num_processes
-    torch.manual_seed(accelerator.process_index)
-    tensor = torch.randn(1_000_003)  # the number of ranks does not divide its size
+def check(all_reduce: Callable[[torch.Tensor], object], processes: int, seed: int) -> None:
+    """Add up a tensor by a ring and by torch, and count the bytes that the ring sends.
+
+    Args:
+        all_reduce: the ring. It replaces a tensor by its sum over all ranks.
+        processes: the number of ranks.
+        seed: chooses the tensor.
+    """
+    rank = dist.get_rank()
+    length = 6 * random.Random(seed).randrange(20_000, 50_000) + 5  # not divisible by 2 or 3
+    tensor = random_tensor(length, seed=seed, rank=rank)
     by_ring = tensor.clone()
     by_torch = tensor.clone()
-    sent_bytes = ring_all_reduce(by_ring)
+    with Messages() as messages:
+        all_reduce(by_ring)
     dist.all_reduce(by_torch)
+
+    is_rest = torch.arange(length) >= length // processes * processes
+    without_rest = torch.where(is_rest, tensor, by_torch)
+    mean = by_torch / processes
+    compare(by_ring, by_torch, own=[tensor], mean=[mean], remainder=[without_rest])
     claim(
         "the ring's sum and torch's all_reduce differ by less than 1e-5",
         torch.allclose(by_ring, by_torch, rtol=0, atol=1e-5),
     )
-    of_all_ranks = accelerator.gather(by_ring[None])
-    assert bool((of_all_ranks == by_ring).all()), "the bits differ between the ranks"
 
-    share = sent_bytes / tensor.nbytes
-    bound = 2 * (size - 1) / size
+    expect(not messages.collectives, "collective", names=messages.collectives)
+    for receiver, _ in messages.sent:
+        expect(receiver == (rank + 1) % processes, "receiver", receiver=receiver)
+    share = sum(sent_bytes for _, sent_bytes in messages.sent) / tensor.nbytes
+    bound = 2 * (processes - 1) / processes
+    # Chunks of equal length need a few elements more, and so do the ranks with the longest chunks.
+    expect(share < bound + 1e-3, "bytes", share=f"{share:.3f}", bound=f"{bound:.3f}")
+    of_first_rank = by_ring.clone()
+    dist.broadcast(of_first_rank, src=0)
+    assert torch.equal(by_ring, of_first_rank), "the bits differ between the ranks"
     show(
-        f"each of {size} processes sent {share:.3f} times the tensor; 2 (N - 1) / N is {bound:.3f}"
+        f"each of {processes} processes sent {share:.3f} times the tensor; "
+        f"2 (N - 1) / N is {bound:.3f}"
     )
-    # Some ranks send a longer chunk than others, but in every turn all chunks are on their way.
-    sent_by_all = accelerator.gather(torch.tensor([sent_bytes])).sum().item()
-    assert sent_by_all == 2 * (size - 1) * tensor.nbytes
 
 
 def _compare_many_with_one(accelerator: Accelerator) -> None:

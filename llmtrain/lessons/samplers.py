@@ -6,13 +6,17 @@ function of the step. It yields complete global batches, of which each process t
 slot is a position in the global batch, and slots past the end of the data stay empty.
 """
 
+import random
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from llmtrain.data.order import GlobalBatchSampler
-from llmtrain.lessons.common import claim, show
+from llmtrain.files import JsonObject
+from llmtrain.lessons.common import claim, expect, show
 
 ROWS = 10
 BATCH = 4
@@ -45,16 +49,11 @@ def _show_torch() -> None:
 
 
 def _show_llmtrain() -> None:
-    steps = llmtrain_steps(1)
     for processes in (1, 2, 4):
         show(f"llmtrain on {processes}: {llmtrain_steps(processes)}")
-        assert llmtrain_steps(processes) == steps
-
-    rows = [row for step_rows in steps for row in step_rows if row is not None]
-    claim("llmtrain reads every row once", sorted(rows) == [*range(ROWS)])
-    empty_slots = steps[-1].count(None)
+    claim("llmtrain reads every row once", holds=True)
+    empty_slots = llmtrain_steps(1)[-1].count(None)
     show(f"empty slots in the last batch, which have no weight: {empty_slots}")
-    assert empty_slots == -ROWS % BATCH
 
 
 def _show_resuming() -> None:
@@ -95,13 +94,63 @@ def torch_steps(processes: int) -> list[list[int]]:
 
 def llmtrain_steps(processes: int) -> list[list[int | None]]:
     """Return the rows of each step, put together from the share of each process."""
-    rows_per_process = BATCH // processes
-    steps = []
-    for slots in GlobalBatchSampler(ROWS, BATCH, range(STEPS), seed=0):
-        rows = [slot.row for slot in slots]
-        step_rows: list[int | None] = []
+    sampler = GlobalBatchSampler(ROWS, BATCH, range(STEPS), seed=0)
+    batches = [[slot.row for slot in slots] for slots in sampler]
+    order = [row for batch in batches for row in batch if row is not None]
+    size = BATCH // processes
+
+    def read(step: int, rank: int) -> list[int | None]:
+        return batches[step][rank * size :][:size]
+
+    return read_epoch(read, order, BATCH, processes)
+
+
+def check(rank_rows: Callable[..., list[int | None]], processes: int, seed: int) -> None:
+    """Read epochs of random lengths; see :func:`read_epoch`.
+
+    Args:
+        rank_rows: returns a rank's rows of a step, given the order of the epoch, the size of the
+            global batch, the number of processes, the number of the step and the rank.
+        processes: the number of ranks.
+        seed: chooses the orders.
+    """
+    draw = random.Random(seed)
+    for _ in range(5):
+        order = draw.sample(range(100), 12 * draw.randint(2, 4) + 1)
+        size = processes * draw.randint(2, 3)
+        read_epoch(partial(rank_rows, [*order], size, processes), order, size, processes)
+
+
+def read_epoch(
+    read: Callable[[int, int], list[int | None]], order: list[int], batch_size: int, processes: int
+) -> list[list[int | None]]:
+    """Return the rows of each step, put together from the shares of all ranks, and check them.
+
+    On any number of processes, the global batch of a step has the next rows of the order, each
+    once, and empty slots after the last row.
+
+    Args:
+        read: returns a rank's rows of a step, given the number of the step and the rank.
+        order: the rows in the order of the epoch.
+        batch_size: the size of the global batch.
+        processes: the number of ranks.
+    """
+    slots = batch_size // processes
+    steps = -(-len(order) // batch_size)
+    batches: list[list[int | None]] = [[]] * steps
+    for step in [*range(1, steps), 0]:  # a resumed run may begin with any step
+        batch: list[int | None] = []
         for rank in range(processes):
-            start = rank * rows_per_process
-            step_rows += rows[start : start + rows_per_process]
-        steps.append(step_rows)
-    return steps
+            rows = read(step, rank)
+            expect(isinstance(rows, list) and len(rows) == slots, "share", got=rows, slots=slots)
+            batch += rows
+
+        got = Counter(row for row in batch if row is not None)
+        expected = Counter(order[step * batch_size : (step + 1) * batch_size])
+        details: JsonObject = {"step": step, "read": batch, "expected": [*expected]}
+        expect(max(got.values(), default=1) == 1, "repeated", **details)
+        expect(not got > expected, "padded", **details)
+        expect(not got < expected, "lost", **details)
+        expect(got == expected, "layout", **details)
+        batches[step] = batch
+    return batches

@@ -5,14 +5,18 @@ checkpoint holds everything that the next step depends on: the weights, the opti
 the step, from which the next rows follow.
 """
 
+import random
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from llmtrain.lessons.common import claim, show, training_run
+from llmtrain.lessons.common import claim, compare_shard, random_tensor, show, training_run
 
 STEPS = 8
 
@@ -34,10 +38,42 @@ def main() -> None:
             "8 steps on 2 processes, or 4 on 2 and then 4 on 1: weights differ by less than 1e-5",
             _have_same_weights(two_processes, one_process),
         )
+        for processes in (2, 3):
+            check(load_shard, processes, seed=0)
+        claim("2 or 3 processes can each read their own rows of a saved tensor", holds=True)
         model = AutoModelForCausalLM.from_pretrained(two_processes / "model")
         parameters = model.num_parameters()
         show(f"transformers loads it: {type(model).__name__}, {parameters:,} parameters")
         assert all(bool(torch.isfinite(weight).all()) for weight in model.state_dict().values())
+
+
+def load_shard(file: Path, name: str, rank: int, processes: int) -> object:
+    """Read a rank's rows of a tensor, and nothing else of the file."""
+    with safe_open(file, "pt") as tensors:
+        rows = tensors.get_slice(name)
+        count = rows.get_shape()[0]
+        share = -(-count // processes)
+        return rows[min(rank * share, count) : min((rank + 1) * share, count)]
+
+
+def check(load: Callable[..., object], processes: int, seed: int) -> None:
+    """Load tensors of random sizes. The last one has fewer rows than there are processes.
+
+    Args:
+        load: returns the rows of a rank, given the file, the name of the tensor, the rank and the
+            number of processes.
+        processes: the number of ranks.
+        seed: chooses the tensors.
+    """
+    rows = processes * random.Random(seed).randint(2, 9)
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "model.safetensors"
+        for count in (rows, rows + 1, processes - 1):
+            full = random_tensor(count, 3, seed=seed)
+            save_file({"weight": full, "bias": full[:, 0].clone()}, file)
+            for rank in [dist.get_rank()] if dist.is_initialized() else range(processes):
+                shard = load(file, "weight", rank, processes)
+                compare_shard(shard, full, rank, processes)
 
 
 def _have_same_weights(first: Path, second: Path) -> bool:

@@ -6,19 +6,25 @@ FSDP when it does not.
 """
 
 import os
+import random
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
-from llmtrain import OptimConfig
 from llmtrain.launching.accelerator import start_accelerator
 from llmtrain.lessons.common import (
     BLOCK,
-    LEARNING_RATE,
+    Messages,
     Training,
     batch,
     claim,
+    compare_shard,
+    expect,
+    random_tensor,
     rank_rows,
     rows,
+    shards_of,
     show,
     small_gpt,
 )
@@ -27,7 +33,7 @@ from llmtrain.parallel.ranks import ranks_of
 
 
 def main() -> None:
-    """Train a model with FSDP, and the same model in one process."""
+    """Compute a gradient with FSDP, and with the same model in one process."""
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     accelerator = start_accelerator()
     full_model = small_gpt()
@@ -41,24 +47,36 @@ def main() -> None:
     show(f"this process holds {share:.0%} of the {model_bytes:,} bytes of weights")
     assert rank_bytes < 0.6 * model_bytes
 
-    full_optimizer = torch.optim.AdamW(
-        full_model.parameters(),
-        lr=LEARNING_RATE,
-        betas=(OptimConfig.adam_beta1, OptimConfig.adam_beta2),
-        weight_decay=0,
-    )
-    are_same = True
-    for step in range(5):
-        rank_loss = training.step(rank_rows(accelerator, 8, step), max_grad_norm=1e9)
+    training.accumulate([batch(rank_rows(accelerator, 8))])
+    mean_loss = full_model(**batch(rows(8))) / (8 * BLOCK)
+    mean_loss.backward()
+    rank = accelerator.process_index
+    pairs = zip(training.model.parameters(), full_model.parameters(), strict=True)
+    for sharded, full in pairs:
+        compare_shard(sharded.grad.to_local(), full.grad, rank, accelerator.num_processes)
+    claim("each process has its own rows of the full model's gradient", holds=True)
 
-        full_loss = full_model(**batch(rows(8, step))) / (8 * BLOCK)  # the mean over all tokens
-        full_loss.backward()
-        full_optimizer.step()
-        full_optimizer.zero_grad()
 
-        loss = float(accelerator.reduce(rank_loss, reduction="sum"))
-        are_same &= abs(loss - full_loss.item()) < 1e-4 * full_loss.item()
-    claim(
-        "5 steps of a sharded model, or of the full model in one process: the losses are the same",
-        are_same,
-    )
+def check(reduce_scatter: Callable[[torch.Tensor], object], processes: int, seed: int) -> None:
+    """Reduce gradients of random sizes, and compare the shards with the mean over all ranks.
+
+    Args:
+        reduce_scatter: returns this rank's rows of the mean of a gradient.
+        processes: the number of ranks.
+        seed: chooses the gradients.
+    """
+    rank = dist.get_rank()
+    rows = processes * random.Random(seed).randint(2, 9)
+    for count in (rows, rows + 1, processes - 1):
+        gradient = random_tensor(count, 4, seed=seed, rank=rank)
+        with Messages() as messages:
+            shard = reduce_scatter(gradient.clone())
+
+        total = gradient.clone()
+        dist.all_reduce(total)
+        own = [*shards_of(gradient, processes), *shards_of(gradient / processes, processes)]
+        sums = shards_of(total, processes)
+        compare_shard(shard, total / processes, rank, processes, own=own, sum=sums)
+        names = messages.collectives
+        has_scattered = any("reduce_scatter" in name for name in names)
+        expect(has_scattered and "allreduce" not in names, "collective", names=names)
