@@ -132,8 +132,9 @@ def run(arguments: argparse.Namespace) -> None:
         content = {**judgement, **content}
         text = "; ".join([judgement["verdict"], *judgement["reasons"]])
         if judgement["verdict"] == "not told apart":
-            more_seeds = judgement["more_seeds"] or "more than 10,000"
-            text += f"; about {more_seeds} more seeds of each would decide if the difference stays"
+            count = judgement["more_seeds"]
+            more = "over 10,000 more seeds" if count is None else pluralize(count, "more seed")
+            text += f"; about {more} of each would decide if the difference stays"
         lines.append(labelled("verdict", text))
     print(json_text(content, indent=1) if arguments.json else printable("\n".join(lines)))
     sys.exit(status)
