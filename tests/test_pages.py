@@ -7,6 +7,7 @@ checks the flags only.
 docs/guides/inspecting-runs.md shows outputs: LLMTRAIN_WRITE_DOCS=1 writes them, instead of comparing.
 """
 
+import json
 import os
 import re
 import shlex
@@ -29,6 +30,7 @@ from tests.launching import (
     WRITE_DOCS,
     Ended,
     long_form,
+    read_json,
     run,
     write_chats,
     write_pairs,
@@ -36,8 +38,11 @@ from tests.launching import (
 )
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-RECIPES = {GPT: gpt, FINETUNE: finetune, PREFERENCE: preference}
+# Pages for agents, whose commands run as they are, one after the other.
+SKILL = ROOT / "llmtrain" / ".agents" / "skills" / "llmtrain" / "SKILL.md"
+AGENT_PAGES = [ROOT / "AGENTS.md", SKILL]
+each_page = pytest.mark.parametrize("page", [*PAGES, *AGENT_PAGES], ids=lambda page: page.name)
+RECIPES = {GPT: gpt, FINETUNE: finetune, PREFERENCE: preference, "mine/gpt.py": gpt}
 PROGRAMS = ("llmtrain", "python", "accelerate", "torchrun", "make")
 # Commands that show a mistake, or print and end.
 ENDS_EARLY = ("--n_layers 3", "--lr 2e-5", "--help", "--version", "--print_config")
@@ -282,7 +287,7 @@ def run_in(folder: Path, command: str) -> Ended:
         "llmtrain": [*PYTHON, str(BIN / "llmtrain")],
         "accelerate": [str(BIN / "accelerate")],
     }
-    if program in beginnings and not re.search("[|<>]| -[cm] ", command):
+    if program in beginnings and not re.search("[|<>&*]| -[cm] ", command):
         forked_command = [*beginnings[program], *words]
         return run_forked(forked_command, environment, timeout=300, folder=folder)
     return run(["bash", "-ec", f"cd {folder}; {command} < /dev/null"], environment, timeout=300)
@@ -290,7 +295,7 @@ def run_in(folder: Path, command: str) -> Ended:
 
 @long_form
 @pytest.mark.timeout(1200)
-@each_page
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     write_inputs(tmp_path)
     to_run = programs_and_commands(page, tmp_path)
@@ -303,6 +308,32 @@ def test_every_command_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         assert ended.status == expected, (
             f"{page.name}: {small_command}\n{ended.out[-2000:]}\n{ended.err[-2000:]}"
         )
+
+
+@long_form
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", AGENT_PAGES, ids=lambda page: page.name)
+def test_an_agent_that_does_what_a_page_says_trains_resumes_and_judges(
+    page: Path, tmp_path: Path
+) -> None:
+    write_inputs(tmp_path)
+    [settings] = blocks(page, "yaml")
+    (tmp_path / "small.yaml").write_text(settings)
+
+    verdicts = []
+    for command in commands_in(lines_of(page, "bash")):
+        ended = run_in(tmp_path, command)
+
+        expected = 10 if "--verdict" in command else int("llmtrain diff " in command)
+        assert ended.status == expected, f"{command}\n{ended.out[-2000:]}\n{ended.err[-2000:]}"
+        if command.endswith("--json"):
+            printed = json.loads(ended.out)
+            verdicts += [printed["verdict"]] if "--verdict" in command else []
+    assert verdicts == ["worse"]
+    if page.name == "AGENTS.md":
+        starts = read_json(tmp_path / "runs" / "try" / "run.json")["starts"]
+        assert len(starts) == 2
+        assert starts[1]["step"] > 0, "the killed run was resumed"
 
 
 # --- a page that shows outputs

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.launching import PYTHON, ROOT, TINY, long_form, run, write_text
 
@@ -95,10 +96,15 @@ def test_the_distributions_have_every_file_that_they_need(
     [wheel] = distributions.glob("llmtrain-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         in_wheel = {name for name in archive.namelist() if ".dist-info/" not in name}
+        skill = archive.read("llmtrain/.agents/skills/llmtrain/SKILL.md").decode()
     expected = {f"llmtrain/{name}" for name in files_of(source / "llmtrain")}
     for folder in ("recipes", "accelerate_configs"):
         expected |= {f"llmtrain/{folder}/{name}" for name in files_of(source / folder)}
     assert in_wheel == expected
+    # The limits of the Agent Skills specification.
+    frontmatter = yaml.safe_load(skill.split("---")[1])
+    assert frontmatter["name"] == "llmtrain"
+    assert 0 < len(frontmatter["description"]) <= 1024
 
     [source_distribution] = distributions.glob("llmtrain-*.tar.gz")
     with tarfile.open(source_distribution) as archive:
