@@ -130,21 +130,26 @@ def _signature(node: ast.ClassDef | _Function) -> str:
     return f"class {node.name}({bases})" if bases else f"class {node.name}"
 
 
-@functools.cache
-def function_pairs() -> list[tuple[str, str]]:
-    """Return the source of each function without its docstring, and the docstring."""
-    pairs = []
+def function_pairs() -> Iterator[tuple[str, str]]:
+    """Yield the source of each function without its docstring, and the docstring."""
     for path in _files():
-        source, tree = _parse(path)
-        lines = source.splitlines()
-        for node in ast.walk(tree):
-            if not isinstance(node, _Function) or len(node.body) < 2 or not _docstring(node):
-                continue
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            quoted = node.body[0]  # the statement that is the docstring
-            code = lines[first - 1 : quoted.lineno - 1] + lines[quoted.end_lineno : node.end_lineno]
-            # An empty first line, because cleandoc() ignores the first line's indentation.
-            pairs.append((inspect.cleandoc("\n".join(["", *code])), _docstring(node)))
+        yield from _pairs_in(path)
+
+
+@functools.cache
+def _pairs_in(path: Path) -> list[tuple[str, str]]:
+    """Return the functions of a file, each without its docstring, and the docstring."""
+    pairs = []
+    source, tree = _parse(path)
+    lines = source.splitlines()
+    for node in ast.walk(tree):
+        if not isinstance(node, _Function) or len(node.body) < 2 or not _docstring(node):
+            continue
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        quoted = node.body[0]  # the statement that is the docstring
+        code = lines[first - 1 : quoted.lineno - 1] + lines[quoted.end_lineno : node.end_lineno]
+        # An empty first line, because cleandoc() ignores the first line's indentation.
+        pairs.append((inspect.cleandoc("\n".join(["", *code])), _docstring(node)))
     return pairs
 
 

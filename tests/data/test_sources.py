@@ -199,9 +199,15 @@ def test_builtin_functions_are_not_those_of_tests_and_installed_packages(tmp_pat
     for name in ("a/c.py", "a.py", "test/d.py", "a/tests/e.py", "site-packages/f.py"):
         write(tmp_path / name, f'def f():\n    """From {name}."""\n    return 1\n')
     monkeypatch.setattr(builtin, "_ROOT", tmp_path)
-    monkeypatch.setattr(builtin, "function_pairs", builtin.function_pairs.__wrapped__)
     texts = [f"def f():\n    return 1\n\nFrom {name}.\n" for name in ("a/c.py", "a.py")]
     assert read("builtin:python-functions") == texts
+
+
+def test_the_first_function_is_found_without_reading_all_files(tmp_path, monkeypatch):
+    """The first record decides the format, also if the rows are in the cache."""
+    first = write(tmp_path / "a.py", 'def f():\n    """F."""\n    return 1\n')
+    monkeypatch.setattr(builtin, "_files", lambda: [first, tmp_path / "missing.py"])
+    assert next(builtin.function_pairs()) == ("def f():\n    return 1", "F.")
 
 
 # --- records of a recipe
