@@ -94,9 +94,6 @@ SMALL_PREFERENCE = {name: SMALL_FINETUNE[name] for name in ("max_steps", "report
 # The commands of README read the built-in data sets, which would take minutes to tokenise in full. Those of other
 # pages read files.
 FEW_DOCUMENTS = {"max_train_samples": "3000", "eval_fraction": "0.002"}
-# Flags in the Python block of README, and those that take their place here.
-STEPS_OF_README = '"--max_steps", "100"'
-SMALL_STEPS_OF_README = '"--max_steps", "4", "--dataset", "small.txt"'
 SMALL_PAIRS = {**SMALL_PREFERENCE, "dataset": "pairs.jsonl"}
 SMALL_PLAN = {name: SMALL[name] for name in ("tokenizer", "dataset")}
 # A part of a command -> its exit status, if that is not 0.
