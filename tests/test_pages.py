@@ -231,8 +231,7 @@ def programs_and_commands(page: Path, folder: Path) -> list[str]:
     to_run = [command for command in commands_to_run(page) if is_run_here(command)]
     programs = [code for code in blocks(page, "python") if is_run_here(code)]
     for number, code in enumerate(programs):
-        small_code = code.replace(STEPS_OF_README, SMALL_STEPS_OF_README)
-        (folder / f"block{number}.py").write_text(small_code)
+        (folder / f"block{number}.py").write_text(code)
         to_run.append(f"python block{number}.py")
     return to_run
 
