@@ -137,26 +137,19 @@ def test_later_files_override_earlier_ones_and_all_files_the_environment(
     paths["team"].write_text("save_steps: 7\nmax_hours: 7\nrun_name: team\n")
     paths["job"].write_text("save_steps: 8\n")
     monkeypatch.setenv("LLMTRAIN_CONFIG", str(paths["platform"]))
-    monkeypatch.setenv("LLMTRAIN_REPORT_TO", "none")
 
     words = shlex.split(flags.format(**paths))
     values = values_and_origins(parse(settings_of(RunConfig()), [*words, "--run_name", "mine"]))
 
-    assert values["report_to"] == (["none"], "LLMTRAIN_REPORT_TO")
     assert values["save_total_limit"] == (5, f"LLMTRAIN_CONFIG={paths['platform']}")
     assert values["max_hours"] == (7.0, str(paths["team"]))
     assert values["save_steps"] == (8, str(paths["job"]))
     assert values["run_name"] == ("mine", "command line")
 
-    paths["job"].write_text("report_to: wandb\n")
-    assert parsed(RunConfig(), f"--config {paths['job']}").report_to == ["wandb"]
-
 
 def test_an_error_names_the_variable_of_the_environment_that_causes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("LLMTRAIN_REPORT_TO", "tensorboard,nothing")
-    assert "LLMTRAIN_REPORT_TO" in error_of(RunConfig())
     monkeypatch.setenv("LLMTRAIN_CONFIG", "absent.yaml")
     assert "LLMTRAIN_CONFIG=absent.yaml" in error_of(RunConfig())
 

@@ -1,1 +1,1 @@
-"""Settings of a recipe: its defaults, overridden by YAML files, the environment and flags."""
+"""Settings of a recipe: its defaults, overridden by YAML files and flags."""

@@ -1,4 +1,4 @@
-"""A recipe's defaults < variables of the environment < YAML files < the command line.
+"""A recipe's defaults < YAML files < the command line.
 
 A key in a YAML file is the flag of the same name, and its value passes through the same parser. So
 both have the same names, the same conversions and the same errors.
@@ -29,9 +29,8 @@ def parse(defaults: S, argv: list[str] | None = None, description: str | None = 
     """Parse the command line into a copy of ``defaults``.
 
     ``--config A.yaml B.yaml`` reads flags from files; later files take precedence. LLMTRAIN_CONFIG
-    names a file that is read before them. Flags on the command line take precedence over files, and
-    files over the variables of single flags, such as LLMTRAIN_REPORT_TO. Each config of the result
-    records in ``origins`` where its values come from.
+    names a file that is read before them. Flags on the command line take precedence over files.
+    Each config of the result records in ``origins`` where its values come from.
 
     ``--print_config`` prints the result as such a file, and exits.
 
@@ -122,12 +121,6 @@ def _below_command_line(
     parser: Parser, paths: list[str] | None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the values from elsewhere with their origin; later ones take precedence."""
-    for flag in parser.flags.values():
-        variable = flag.metadata["variable"]
-        words = os.environ.get(variable or "", "").replace(",", " ").split()
-        if words:
-            yield variable, parser.values_of({flag.name: words})
-
     files = [(path, path) for path in paths or []]
     path_of_platform = os.environ.get("LLMTRAIN_CONFIG")
     if path_of_platform:

@@ -27,7 +27,7 @@ class Config:
         row_length_flag: the flag that makes rows shorter, if the section has one. The advice after
             an out-of-memory error names it.
         origins: where each flag that somebody set comes from: ``command line``, the path of a YAML
-            file, an environment variable, or ``program`` (:meth:`set`).
+            file, or ``program`` (:meth:`set`).
     """
 
     group: ClassVar[str] = "flags of this recipe"
@@ -129,7 +129,6 @@ def flag(
     metavar: str | None = None,
     parse: Callable[[str], Any] | None = None,
     alias: str | None = None,
-    variable: str | None = None,
 ) -> Any:
     """Return a dataclass field that is a command-line flag.
 
@@ -153,8 +152,6 @@ def flag(
         parse: turns a word on the command line into a text, a number or a boolean, or raises
             :class:`ValueError`. By default, the type of the field does.
         alias: another name of the flag.
-        variable: an environment variable that sets the flag if neither ``--config`` nor the command
-            line does. It has the words that would follow the flag, separated by spaces or commas.
     """
     metadata = {
         "help": help,
@@ -164,7 +161,6 @@ def flag(
         "metavar": metavar,
         "parse": parse,
         "alias": alias,
-        "variable": variable,
     }
     if isinstance(default, list | dict | set):
         return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)

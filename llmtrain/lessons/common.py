@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmtrain import GPT, GPTConfig, Objective, OptimConfig, ParallelConfig, make_optimizer
 from llmtrain.errors import short_repr
 from llmtrain.files import shipped_folder
-from llmtrain.launching.children import launcher_command, start_command
+from llmtrain.launching.children import recipe_command, start_command
 from llmtrain.parallel.placement import engine_for
 from llmtrain.parallel.ranks import ranks_of
 from llmtrain.seeds import seed_of
@@ -281,17 +281,11 @@ def training_run(
     Raises:
         AssertionError: if the run fails.
     """
-    launcher = launcher_command(processes, None)
+    recipe = [f"{shipped_folder('recipes')}/gpt.py", *flags]
+    run_flags = TINY_RUN | {"max_steps": steps, "output_dir": folder}
+    command = recipe_command(recipe, run_flags, processes)
     if restarts:
-        launcher.append(f"--max-restarts={restarts}")
-    command = [
-        *launcher,
-        f"{shipped_folder('recipes')}/gpt.py",
-        *(f"--{name}={value}" for name, value in TINY_RUN.items()),
-        f"--max_steps={steps}",
-        f"--output_dir={folder}",
-        *flags,
-    ]
+        command.insert(command.index(recipe[0]), f"--max-restarts={restarts}")
     on_cpu = False
     with start_command(command, on_cpu, subprocess.PIPE) as process:
         yield process

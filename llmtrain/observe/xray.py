@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import torch
 from torch import nn
 from torch.distributed import GradBucket
@@ -74,7 +73,6 @@ class XRay:
         # with `Clock.zero`, which first waits until the device has nothing to do.
         self._zero = self._clock.now()
         self._clock_offset = 0.0  # seconds by which this process's clock is ahead of rank 0's
-        self._bytes_before = 0  # that this machine had sent when the recording began
         self._cost = 0.0  # seconds that recording itself took
 
         self._phase_starts: list[PhaseStart] = []
@@ -91,7 +89,6 @@ class XRay:
         """
         if step + 1 == self.steps.start:
             self._clock_offset = _clock_offset(self.ranks)
-            self._bytes_before = _bytes_sent(self.ranks)
             self._zero = self._clock.zero()
             self.phases.recording = self._phase_starts
             self._is_recording = True
@@ -163,7 +160,6 @@ class XRay:
             "spans": list(spans),
             "transfers": list(transfers),
             "buckets": self._buckets,
-            "counted_bytes": sum(recording["sent_bytes"] for recording in recordings),
             "cost": max(recording["cost"] for recording in recordings),
         }
         if self.folder is not None:
@@ -216,8 +212,6 @@ class XRay:
         return {
             "spans": spans,
             "transfers": transfers,
-            # By the machine, if this is its first process.
-            "sent_bytes": _bytes_sent(self.ranks) - self._bytes_before,
             "cost": self._cost / len(self.steps),  # seconds that recording took, per step
         }
 
@@ -237,12 +231,3 @@ def _clock_offset(ranks: Ranks) -> float:
     first_rank_now = ranks.on_main(lambda: now)
     is_on_first_machine = platform.node() == hosts[0]
     return 0.0 if is_on_first_machine else now - first_rank_now
-
-
-def _bytes_sent(ranks: Ranks) -> int:
-    """Return the bytes that all network devices of this machine have sent, loopback included.
-
-    The first process of each machine counts them. It is 0 on the others.
-    """
-    counters = psutil.net_io_counters() if ranks.is_local_main else None
-    return counters.bytes_sent if counters is not None else 0

@@ -360,7 +360,6 @@ class RunConfig(Config):
         "a login), tensorboard, mlflow, trackio, aim, clearml, comet_ml, dvclive, swanlab, or none",
         metavar="TRACKER",
         group="evaluation and logging",
-        variable="LLMTRAIN_REPORT_TO",
     )
     max_hours: float | None = flag(
         None,

@@ -75,7 +75,6 @@ def recording(wait: float = 0.0, blocked: float = 0.0) -> Recording:
         spans=spans,
         transfers=transfers,
         buckets={0: Bucket(4 << 20, ["h.1.w", "h.1.b"]), 1: Bucket(1 << 20, ["h.0.w"])},
-        counted_bytes=21 << 20,
         cost=0.5 * MS,
     )
 
@@ -131,10 +130,8 @@ def test_sent_bytes_are_compared_with_those_of_a_ring() -> None:
     assert numbers["sent_bytes"] == 5 << 20
     ring_factor = 2 * (len(RANKS) - 1) / len(RANKS)
     assert numbers["ring_bytes"] == ring_factor * (5 << 20)
-    assert (
-        "a ring sends 2(N-1)/N of it from each process, 10.00 MiB in total; "
-        "the network devices sent 10.50 MiB, 1.05 of that"
-    ) in "\n".join(as_lines(summary(recording())))
+    text = "a ring sends 2(N-1)/N of it from each process, 10.00 MiB in total"
+    assert text in "\n".join(as_lines(numbers))
 
 
 def test_the_first_line_says_that_the_gathers_of_fsdp2_are_not_shown() -> None:

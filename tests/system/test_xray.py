@@ -80,14 +80,9 @@ def test_the_recording_has_each_forward_pass_and_each_parameter_in_one_bucket(xr
     assert "model.layers.0.conv.conv.weight" in parameters
 
 
-def test_the_sent_bytes_are_those_that_the_kernel_has_counted(xray: XRay) -> None:
-    line = re.search(r"the network devices sent [\d.]+ MiB, ([\d.]+) of that", xray.out)
-    assert line
-    assert float(line[1]) > 0.9
-
+def test_the_sent_bytes_are_those_of_all_buckets(xray: XRay) -> None:
     summary = xray.summary
     assert summary["sent_bytes"] == sum(bucket["size"] for bucket in summary["buckets"])
-    assert summary["counted_bytes"] > 0.9 * 2 * summary["ring_bytes"]
 
 
 def test_the_summary_has_the_times_of_each_bucket(xray: XRay) -> None:
@@ -114,9 +109,7 @@ def test_the_results_are_made_again_from_the_folder_of_a_run(
     assert (folder / "xray" / "timeline.html").exists()
 
 
-WITHOUT_SPANS = (
-    '{"processes": 2, "spans": [], "transfers": [], "buckets": {}, "counted_bytes": 0, "cost": 0}'
-)
+WITHOUT_SPANS = '{"processes": 2, "spans": [], "transfers": [], "buckets": {}, "cost": 0}'
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,6 @@ class Recording:
         spans: the phases of all processes.
         transfers: the buckets that the processes sent.
         buckets: the buckets of gradients by number.
-        counted_bytes: all bytes that the machines' network devices sent during these steps.
         cost: seconds per step that recording took, on the slowest process.
         steps: their numbers.
     """
@@ -81,7 +80,6 @@ class Recording:
     spans: list[Span]
     transfers: list[Transfer]
     buckets: dict[int, Bucket]
-    counted_bytes: int
     cost: float
     steps: list[int] = field(init=False)
 
@@ -126,7 +124,6 @@ class Recording:
             spans=[Span(**span) for span in content["spans"]],
             transfers=[Transfer(**transfer) for transfer in content["transfers"]],
             buckets=buckets,
-            counted_bytes=content["counted_bytes"],
             cost=content["cost"],
         )
 

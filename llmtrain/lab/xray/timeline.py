@@ -27,11 +27,10 @@ def summary(recording: Recording) -> JsonObject:
     if not recording.transfers:
         return numbers
 
-    steps = len(recording.steps)
     communication = recording.communication()
     last_rank, last_rank_after = recording.last_rank()
     sent_by_all = sum(transfer.sent_bytes for transfer in recording.transfers)
-    sent_bytes = sent_by_all / (processes * steps)
+    sent_bytes = sent_by_all / (processes * len(recording.steps))
     buckets = [
         {"bucket": number, **bucket._asdict(), **recording.bucket_times(number)}
         for number, bucket in sorted(recording.buckets.items())
@@ -46,7 +45,6 @@ def summary(recording: Recording) -> JsonObject:
         "last_rank_after_seconds": last_rank_after,
         "sent_bytes": sent_bytes,
         "ring_bytes": 2 * (processes - 1) / processes * sent_bytes,
-        "counted_bytes": recording.counted_bytes / steps,
     }
 
 
