@@ -11,7 +11,8 @@ import pytest
 from llmtrain.lessons import LESSONS, samplers
 from llmtrain.lessons.common import WrongAnswerError
 from llmtrain.lessons.exercise import check_answer, exercises
-from tests.launching import BIN, Ended, long_form, run
+from tests.forked import run_forked
+from tests.launching import BIN, PYTHON, Ended, long_form, run
 
 RING = """
 chunks = tensor.tensor_split(size)
@@ -141,6 +142,14 @@ def write_answer(lesson: str, body: str, path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Start the server of tests/forked.py. A process has one, and those tests need more of it."""
+    script = tmp_path_factory.mktemp("server") / "empty.py"
+    script.write_text("")
+    run_forked([*PYTHON, str(script)]).assert_ok()
+
+
 @pytest.mark.parametrize("lesson", RIGHT)
 def test_a_right_answer_is_right(lesson: str, tmp_path: Path) -> None:
     assert check_answer(lesson, write_answer(lesson, RIGHT[lesson], tmp_path / "a.py"), seed=1) == {
@@ -232,6 +241,7 @@ def test_the_command_writes_an_exercise_once_and_names_the_lessons_that_have_one
 
 
 @long_form
+@pytest.mark.timeout(900)
 def test_the_command_marks_answers_with_new_input_each_time(tmp_path: Path) -> None:
     seeds = set()
     for lesson, body in RIGHT.items():
@@ -244,7 +254,8 @@ def test_the_command_marks_answers_with_new_input_each_time(tmp_path: Path) -> N
     right = learn(tmp_path, "ring", "--check", "ring.py").assert_ok()
     assert right.out == "right, on 2 and on 3 processes. Next: llmtrain learn overlap\n"
 
-    for lesson, hint, body in WRONG:
+    last_of_lesson = {lesson: (hint, body) for lesson, hint, body in WRONG}
+    for lesson, (hint, body) in last_of_lesson.items():
         file = write_answer(lesson, body, tmp_path / "wrong.py")
         checked = learn(tmp_path, lesson, "--check", file.name, "--json", "--seed", "1")
         assert checked.status == 1
