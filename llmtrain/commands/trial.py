@@ -246,7 +246,7 @@ class Trial:
 
         # If one layout has more processes than there are GPUs, all of them run on the CPU.
         self.on_cpu = has_too_few_gpus(max(self.layouts), arguments.config_file)
-        self._forced_flags: JsonObject = short_run_flags(steps) | {
+        self._forced_flags: JsonObject = short_run_flags(steps, arguments.flags) | {
             "save_steps": save_steps,
             "logging_steps": 1,
             "log_rows": True,

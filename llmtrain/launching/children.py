@@ -56,12 +56,20 @@ def recipe_command(
     return command
 
 
-def short_run_flags(steps: int) -> "JsonObject":
-    """Return the flags of a short run of a recipe, whatever its own flags are.
+def short_run_flags(steps: int, flags: list[str]) -> "JsonObject":
+    """Return the flags of a short run of a recipe.
 
-    A warmup that is made for a longer run would be as long as the short one, which is an error.
+    A warmup that the user has set for a longer run would be as long as the short one, which is an
+    error. It is not replaced if no flag may have set it: a recipe with its own schedule has none.
+
+    Args:
+        steps: the number of steps.
+        flags: the user's flags.
     """
-    return {"max_steps": steps, "warmup_steps": 0.5, "report_to": "none"}
+    forced: JsonObject = {"max_steps": steps, "report_to": "none"}
+    if any(flag.startswith(("--warmup_steps", "--config")) for flag in flags):
+        forced["warmup_steps"] = 0.5
+    return forced
 
 
 def run_command(command: list[str], on_cpu: bool) -> str:

@@ -70,7 +70,8 @@ def check(masks: Callable[..., torch.Tensor], processes: int, seed: int) -> None
         processes: the number of ranks.
         seed: chooses the arguments.
     """
-    run_seed, step, size = random.Random(seed).choices(range(1000, 2000), k=3)
+    run_seed, step = random.Random(seed).choices(range(20, 900), k=2)
+    size = 1000 + step
     slots = [*range(2 * processes)]
     first = 2 * dist.get_rank()
 
@@ -85,10 +86,16 @@ def check(masks: Callable[..., torch.Tensor], processes: int, seed: int) -> None
     expect(first == 0 or not torch.equal(part.byte(), of_first_rank[:2]), "ranks")
     expect(torch.equal(part.byte(), of_first_rank[first : first + 2]), "layout")
 
+    share = float(whole.float().mean())
+    expect(0.45 < share < 0.55, "half", share=f"{share:.0%}")
+
+    # With these numbers, sums and digits written one after the other are often the same.
+    pairs = [(0, step), (0, step + 1), (1, step), (1, step - 10), (0, 1), (0, 11)]
+    slots.append(10)
     sources: dict[bytes, str] = {}
-    for other_seed, other_step in ((run_seed, step), (run_seed, step + 1), (run_seed + 1, step)):
-        for slot, mask in zip(slots, masks(other_seed, other_step, slots, size), strict=True):
-            source = f"seed {other_seed}, step {other_step}, slot {slot}"
+    for more, other_step in pairs:
+        for slot, mask in zip(slots, masks(run_seed + more, other_step, slots, size), strict=True):
+            source = f"seed {run_seed + more}, step {other_step}, slot {slot}"
             first_source = sources.setdefault(mask.numpy().tobytes(), source)
             expect(first_source == source, "repeated", first=first_source, second=source)
 

@@ -139,11 +139,12 @@ class Messages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         library, _, operation = func.name().partition("::")
-        if operation == "send":
+        name = operation.strip("_")
+        if name == "send":
             [tensor], _, receiver, _ = args
             self.sent.append((receiver, tensor.nbytes))
-        elif library == "c10d" and operation not in ("recv_", "barrier"):
-            self.collectives.append(operation.strip("_"))
+        elif "c10d" in library and not name.startswith(("recv", "barrier", "wait", "wrap")):
+            self.collectives.append(name)
         return func(*args, **kwargs or {})
 
 

@@ -86,8 +86,10 @@ def _do_exercise(name: str, answer: str | None, seed: int | None, as_json: bool)
         result["seed"] = random.randrange(1_000_000) if seed is None else seed
         print(f"input     --seed {result['seed']} repeats it", file=sys.stderr)
         result |= check_answer(name, file, result["seed"])
-        following = [*LESSONS, ""][[*LESSONS].index(name) + 1]
-        text = f"right, on 2 and on 3 processes. Next: llmtrain learn {following}"
+        text = "right, on 2 and on 3 processes"
+        following = [*LESSONS][[*LESSONS].index(name) + 1 :]
+        if following:
+            text += f". Next: llmtrain learn {following[0]}"
         if not result["right"]:
             text = f"wrong, on {result['processes']} processes: {result['hint']}"
     print(json_text(result) if as_json else text)

@@ -142,7 +142,8 @@ def read_epoch(
         batch: list[int | None] = []
         for rank in range(processes):
             rows = read(step, rank)
-            expect(isinstance(rows, list) and len(rows) == slots, "share", got=rows, slots=slots)
+            is_share = isinstance(rows, list) and len(rows) == slots and {*rows} <= {None, *order}
+            expect(is_share, "share", got=rows, slots=slots)
             batch += rows
 
         got = Counter(row for row in batch if row is not None)

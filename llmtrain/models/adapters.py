@@ -193,6 +193,11 @@ def base_of(adapter: Path) -> tuple[str, str]:
             f"{adapter} does not name the model that it adapts; set base_model_name_or_path in "
             "adapter_config.json."
         )
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        raise UserError(
+            f"{adapter} adapts {base}, which is not there; move it back, or set "
+            "base_model_name_or_path in adapter_config.json to its new place."
+        )
     if is_adapter(Path(str(base))):
         raise UserError(
             f"{adapter} adapts {base}, which is an adapter, too; merge that into its base first: "

@@ -299,7 +299,7 @@ def how_to_load(folder: Path) -> str:
         weights = folder / ModuleFiles.weights_name
         return f'safetensors.torch: load_model({module_class}(...), "{weights}")'
     if is_adapter(folder):
-        return "peft: PeftModel.from_pretrained(BASE, FOLDER)"
+        return "peft: AutoPeftModelForCausalLM.from_pretrained"
     return f"transformers: {auto_class_of(config)}.from_pretrained"
 
 

@@ -448,7 +448,7 @@ def test_the_code_in_the_model_card_loads_the_adapter(adapt, make_tokenizer, tmp
     bundle = adapt("untied", tokenizer)
     train_a_little(bundle.model, ids)
     folder = export_model(bundle, tmp_path / "model")
-    assert how_to_load(folder) == "peft: PeftModel.from_pretrained(BASE, FOLDER)"
+    assert how_to_load(folder) == "peft: AutoPeftModelForCausalLM.from_pretrained"
 
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: peft\n")

@@ -95,7 +95,7 @@ def _record(arguments: argparse.Namespace) -> Path:
 
     candidates = candidate_folders(arguments.output_dir)
     folder = next(folder for folder in candidates if is_free(folder))
-    forced: JsonObject = short_run_flags(int(last_step)) | {
+    forced: JsonObject = short_run_flags(int(last_step), arguments.flags) | {
         "xray_steps": arguments.steps,
         "resume_from_checkpoint": "never",
         "output_dir": str(folder),
