@@ -188,15 +188,11 @@ def base_of(adapter: Path) -> tuple[str, str]:
     """
     settings = folder_config(local_folder(str(adapter)))  # which refuses a pickle
     base = settings.get("base_model_name_or_path")
-    if not base:
+    is_there = base and (Path(base).is_dir() or not Path(base).is_absolute())
+    if not is_there:
         raise UserError(
-            f"{adapter} does not name the model that it adapts; set base_model_name_or_path in "
-            "adapter_config.json."
-        )
-    if Path(base).is_absolute() and not Path(base).is_dir():
-        raise UserError(
-            f"{adapter} adapts {base}, which is not there; move it back, or set "
-            "base_model_name_or_path in adapter_config.json to its new place."
+            f"{adapter} does not name the model that it adapts, or {base} has moved; set "
+            "base_model_name_or_path in adapter_config.json."
         )
     if is_adapter(Path(str(base))):
         raise UserError(

@@ -837,6 +837,13 @@ def test_a_broken_adapter_is_refused(adapt, tmp_path, file, content):
     assert not (tmp_path / "merged").exists()
 
 
+def test_an_adapter_whose_base_has_moved_says_what_to_set(adapt, tmp_path):
+    folder = export_model(adapt(), tmp_path / "model")
+    change_json(folder / "adapter_config.json", base_model_name_or_path="/no/base")
+    with refused("/no/base has moved; set base_model_name_or_path"):
+        TextModel(str(folder))
+
+
 @pytest.mark.parametrize(
     ("flags", "lora", "message"),
     [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import run_forked
-from tests.launching import PYTHON, ROOT, series, torchrun, write_text
+from tests.launching import BIN, PYTHON, ROOT, long_form, run, series, torchrun, write_text
 
 # The peak learning rate of each group, by the end of its key in metrics.jsonl.
 PEAKS = {"": 0.02, "/embedding": 0.06, "/head": 0.006}
@@ -70,3 +70,12 @@ def test_a_flag_that_the_recipe_does_not_read_is_refused(recipe: list[str], tmp_
     assert "--warmup_steps" in ended.err
     assert ended.err.count("error: ") == 1
     assert not folder.exists()
+
+
+@long_form
+def test_a_recipe_with_its_own_schedule_can_be_verified(recipe: list[str]) -> None:
+    """No flag is added that the schedule would leave without an effect."""
+    path, *flags = recipe
+    command = [str(BIN / "llmtrain"), "verify", "resume", path, "--layouts", "1", "--steps", "6"]
+    verified = run([*command, *flags, "--threads", "1"])
+    assert verified.assert_ok().out.splitlines()[-1].startswith("passed")
