@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from llmtrain.errors import UserError
-from llmtrain.files import JsonObject, json_text
+from llmtrain.files import json_text
 from llmtrain.lessons import LESSONS
 from llmtrain.lessons.exercise import check_answer, exercises
 
@@ -40,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     name = arguments.lesson
     if arguments.exercise or arguments.check:
-        _do_exercise(name, arguments.check, arguments.seed, as_json=arguments.json)
+        if name not in exercises():
+            raise UserError(f"name a lesson that has an exercise: {', '.join(exercises())}.")
+        if arguments.check:
+            _check_exercise(name, Path(arguments.check), arguments.seed, as_json=arguments.json)
+        else:
+            _write_exercise(name, as_json=arguments.json)
         return
     if name is None:
         _list(arguments.json)
@@ -68,32 +73,38 @@ def _list(as_json: bool) -> None:
     )
 
 
-def _do_exercise(name: str, answer: str | None, seed: int | None, as_json: bool) -> None:
-    """Write the exercise of a lesson, or check the answer in a file."""
-    if name not in exercises():
-        raise UserError(f"name a lesson that has an exercise: {', '.join(exercises())}.")
+def _write_exercise(name: str, as_json: bool) -> None:
+    """Write the exercise of a lesson to a new file."""
+    file = Path(f"{name}_exercise.py")
+    if file.exists():
+        raise UserError(f"{file} is there, and stays; move it away to begin again.")
+    file.write_text(exercises()[name])
 
-    file = Path(answer or f"{name}_exercise.py")
-    result: JsonObject = {"lesson": name, "file": str(file)}
-    if answer is None:
-        if file.exists():
-            raise UserError(f"{file} is there, and stays; move it away to begin again.")
-        file.write_text(exercises()[name])
-        text = f"{file}: write its function. Then: llmtrain learn {name} --check {file}"
+    if as_json:
+        print(json_text({"lesson": name, "file": str(file)}))
     else:
-        if not file.is_file():
-            raise UserError(f"{file} is no file; llmtrain learn {name} --exercise writes one.")
-        result["seed"] = random.randrange(1_000_000) if seed is None else seed
-        print(f"input     --seed {result['seed']} repeats it", file=sys.stderr)
-        result |= check_answer(name, file, result["seed"])
-        text = "right, on 2 and on 3 processes"
-        following = [*LESSONS][[*LESSONS].index(name) + 1 :]
-        if following:
-            text += f". Next: llmtrain learn {following[0]}"
-        if not result["right"]:
-            text = f"wrong, on {result['processes']} processes: {result['hint']}"
-    print(json_text(result) if as_json else text)
-    sys.exit(0 if result.get("right", True) else 1)
+        print(f"{file}: write its function. Then: llmtrain learn {name} --check {file}")
+
+
+def _check_exercise(name: str, file: Path, seed: int | None, as_json: bool) -> None:
+    """Check the answer in a file, print the result, and exit with its status."""
+    if not file.is_file():
+        raise UserError(f"{file} is no file; llmtrain learn {name} --exercise writes one.")
+    if seed is None:
+        seed = random.randrange(1_000_000)
+    print(f"input     --seed {seed} repeats it", file=sys.stderr)
+    result = check_answer(name, file, seed)
+
+    following = [*LESSONS][[*LESSONS].index(name) + 1 :]
+    if as_json:
+        print(json_text({"lesson": name, "file": str(file), "seed": seed, **result}))
+    elif not result["right"]:
+        print(f"wrong, on {result['processes']} processes: {result['hint']}")
+    elif following:
+        print(f"right, on 2 and on 3 processes. Next: llmtrain learn {following[0]}")
+    else:
+        print("right, on 2 and on 3 processes")
+    sys.exit(0 if result["right"] else 1)
 
 
 def title(name: str) -> str:
