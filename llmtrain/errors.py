@@ -52,6 +52,10 @@ class UserError(Exception):
         return [f"error: {self}"]
 
 
+class DamagedRowsError(UserError):
+    """Rows that a run reads differ from their hashes. The run saves its state and ends."""
+
+
 class ReportedElsewhereError(UserError):
     """This process ends because another one has failed, which prints the reason itself."""
 
