@@ -43,6 +43,9 @@ class Audit:
         bytes: UTF-8 bytes of the target tokens' text.
         pairs: the largest number of pairs in a row; 0 unless the rows hold preference data.
         sha256: a hex digest of the tokens, of their loss mask and of how they became rows.
+        ended: kept examples with a turn whose end is trained.
+        needed_length: the ``--max_length`` that nearly all examples fit in.
+        first_fault: the place of the first bad record, and what is wrong with it.
         untrained_turns: turns that are not trained, because their weight is 0 or the chat template
             shows them differently from the way it prompts for them.
         hidden_turns: turns whose reasoning, or whose text next to a tool call, the chat template
@@ -71,6 +74,9 @@ class Audit:
     bytes: int = 0
     pairs: int = 0
     sha256: str = ""
+    ended: int = 0
+    needed_length: int = 0
+    first_fault: str = ""
     untrained_turns: int = 0
     hidden_turns: int = 0
     special_as_text: int = 0
@@ -104,23 +110,17 @@ class Audit:
             f"{self.untrained:,} without a target token and {bad} left out"
         )
 
-    def remedy(self, max_length: int, lengths: np.ndarray, faults: Sequence[str]) -> str:
-        """Return what to do if no example is left.
-
-        Args:
-            max_length: the value of ``--max_length``.
-            lengths: int [examples], the smallest ``--max_length`` that holds each.
-            faults: the place of each bad record, and what is wrong with it.
-        """
+    def remedy(self, max_length: int) -> str:
+        """Return what to do if no example is left, given the value of ``--max_length``."""
         if self.overlong:
             return (
-                f"raise --max_length {max_length} to {covering_length(lengths)}, if the model has "
-                "as many positions"
+                f"raise --max_length {max_length} to {self.needed_length}, if the model has as "
+                "many positions"
             )
         if self.untrained_turns:
             return self._untrained()
         if self.bad:
-            return f"the first bad one is {faults[0]}"
+            return f"the first bad one is {self.first_fault}"
         return "check --columns and the chat template"
 
     def lines(self) -> list[str]:
@@ -160,13 +160,18 @@ class Audit:
 def total_audit(audits: Sequence[Audit]) -> Audit | None:
     """Return the sums of the counts of several sources, without text; ``None`` if all are text."""
     audits = [audit for audit in audits if audit.unit != "text"]
-    if not audits:
-        return None
+    return summed(audits) if audits else None
+
+
+def summed(audits: Sequence[Audit]) -> Audit:
+    """Return the sums of counts, and the largest or the first of what is no count."""
     total = Audit(audits[0].unit)
     for field in fields(Audit):
         if type(field.default) is int:
             setattr(total, field.name, sum(getattr(audit, field.name) for audit in audits))
     total.pairs = max(audit.pairs for audit in audits)
+    total.needed_length = max(audit.needed_length for audit in audits)
+    total.first_fault = next((audit.first_fault for audit in audits if audit.first_fault), "")
     return total
 
 

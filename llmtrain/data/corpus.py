@@ -38,15 +38,16 @@ import copy
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from llmtrain.data.audit import Audit
-from llmtrain.data.packing import LENGTHS, TOKENS_PER_BATCH, TokenStore, create_row_file
+from llmtrain.data.packing import LENGTHS, TOKENS_PER_BATCH, TokenStore, columns_of
 from llmtrain.data.readers import Split
-from llmtrain.data.records import Documents
+from llmtrain.data.records import Documents, ReadRecord
+from llmtrain.data.shards import create_shard
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
 from llmtrain.errors import UserError, first_line
 from llmtrain.interfaces.batches import IGNORED
@@ -60,13 +61,14 @@ _GAP = re.compile(r"(?<!\s)(?=[^\S\x1c-\x1f])")
 
 
 class EncodedCorpus:
-    """The documents of a source as tokens.
+    """The documents of a shard as tokens.
 
     A stored sequence is a document with the token that begins it: end-of-text, or the BOS of a
     tokenizer that puts one before every text. Then end-of-text belongs to the document, too.
 
     Args:
-        documents: the documents.
+        documents: the documents of the source.
+        shard: the numbers of those in the shard.
         tokenizer: the tokenizer.
         is_trained: whether the tokenizer was trained by
             :func:`llmtrain.data.tokenizer.train_tokenizer`. Long documents are then encoded in
@@ -80,12 +82,14 @@ class EncodedCorpus:
     def __init__(
         self,
         documents: Documents,
+        shard: range,
         tokenizer: FastTokenizer,
         is_trained: bool,
         columns: Sequence[str],
         path: Path,
     ) -> None:
         self.records = documents
+        self.shard = shard
         self.store = TokenStore(path)
         self.is_trained = is_trained
         self.columns = columns
@@ -111,17 +115,15 @@ class EncodedCorpus:
         self._bytes = array.array("q")
         self._tokens: list[np.ndarray] = []  # of the first segments of a text
 
-    def encode(self) -> None:
-        """Read and encode all documents once.
+    def encode(self, records: Iterable[ReadRecord[str]]) -> None:
+        """Encode the documents.
 
         Raises:
-            UserError: if a document cannot be used, or if there is too little training data.
+            UserError: if a document cannot be used.
         """
-        if self.records.max_train_samples is not None:
-            self.records.divide()
         waiting: list[tuple[str, bool]] = []  # segments, and whether each ends its text
         characters = 0
-        for document, part, text in self.records.parts():
+        for document, part, text in self.records.parts(records):
             self._documents.append(document)
             self._parts.append(part or "")
             self._bytes.append(len(text.encode()))
@@ -136,25 +138,20 @@ class EncodedCorpus:
                     characters = 0
         self._encode(waiting)
 
-        trained = np.array(self._bytes, np.int64)[self._sequences_in("train")]
-        if self.records.source.only_split != "eval" and not trained.any():
-            raise UserError(
-                f"no text of {self.records.source.name} is left to train on; lower "
-                "--eval_fraction, or raise --max_train_samples."
-            )
-
-    def write(self, path: Path, split: Split, max_length: int) -> Audit:
-        """Write the rows of a split, which hold ``max_length + 1`` tokens."""
+    def write(self, path: Path, split: Split, max_length: int, vocabulary: int) -> Audit:
+        """Write the rows of a split, of ``max_length + 1`` tokens below ``vocabulary``."""
         sequences = self._sequences_in(split)
         is_in = self.records.divide()
         is_counted = is_in[split]
         if split == "train":  # a document that is cut counts as eval data
             is_counted = is_counted & ~is_in["eval"]
         end = self._end if len(sequences) else np.empty(0, np.int32)
-        written = write_stream(path, self.store, sequences, end, max_length, self.columns)
+        written = write_stream(
+            path, self.store, sequences, end, max_length, self.columns, vocabulary
+        )
         return dataclasses.replace(
             written,
-            records=int(is_counted.sum()),
+            records=int(is_counted[self.shard.start : self.shard.stop].sum()),
             bytes=int(np.array(self._bytes, np.int64)[sequences].sum()),
         )
 
@@ -203,6 +200,7 @@ def write_stream(
     end: np.ndarray,
     block_size: int,
     columns: Sequence[str],
+    vocabulary: int,
 ) -> Audit:
     """Write documents as one stream, in rows that overlap by one token.
 
@@ -213,6 +211,7 @@ def write_stream(
         end: int32, the tokens after the last document, if there are any.
         block_size: a row holds one token more.
         columns: the columns of the rows.
+        vocabulary: the largest token, plus 1.
     """
     stops = store.bounds[1:][sequences]
     lengths = np.diff(store.bounds)[sequences]
@@ -224,11 +223,9 @@ def write_stream(
     tail = np.append(end, np.full(rows * block_size - targets, IGNORED, np.int32))
     are_isolated = "position_ids" in columns
 
-    widths = dict.fromkeys(columns, block_size + 1)
-    if LENGTHS in widths:
-        widths[LENGTHS] = 1
     rows_per_batch = max(TOKENS_PER_BATCH // block_size, 1)
-    with create_row_file(path, widths) as write:
+    row_columns = columns_of(columns, block_size + 1, vocabulary)
+    with create_shard(path, row_columns, rows) as write:
         for row in range(0, rows, rows_per_batch):
             start = row * block_size
             stop = min(row + rows_per_batch, rows) * block_size + 1

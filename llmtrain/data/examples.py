@@ -1,18 +1,19 @@
-"""The records of a source as tokens in a temporary file, which become rows once a length is known.
+"""The records of a shard as tokens in a temporary file, which become rows once a length is known.
 
-Each record is read, rendered and encoded once. Then ``--max_length`` can be chosen, and each split
-is written as rows. There are three kinds: conversations and pairs of answers here, and text in
+Each record is rendered and encoded once. Then ``--max_length`` can be chosen, and each split is
+written as rows. There are three kinds: conversations and pairs of answers here, and text in
 :mod:`llmtrain.data.corpus`.
 """
 
 import array
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Generic
 
 import numpy as np
 
-from llmtrain.data.audit import Audit, Unit
+from llmtrain.data.audit import Audit, Unit, covering_length
 from llmtrain.data.config import PairConfig, RowConfig
 from llmtrain.data.formats import PreferenceRecord
 from llmtrain.data.messages import BadRecord
@@ -34,7 +35,7 @@ _COLUMNS = 5
 
 
 class EncodedChats(Generic[Chat]):
-    """The conversations of a source as tokens. The assistant's turns are trained.
+    """The conversations of a shard as tokens. The assistant's turns are trained.
 
     A conversation is one token sequence, unless the chat template changes earlier turns. Then it
     is several, and each is an example. In :class:`EncodedPairs`, an example has two parts, the
@@ -42,7 +43,8 @@ class EncodedChats(Generic[Chat]):
     other.
 
     Args:
-        records: the records.
+        records: the records of the source.
+        shard: the numbers of those in the shard.
         renderer: renders them.
         config: says how they become rows.
         path: the temporary file.
@@ -63,9 +65,15 @@ class EncodedChats(Generic[Chat]):
     digest_note = ""
 
     def __init__(
-        self, records: Records[Chat], renderer: AnyRenderer, config: RowConfig, path: Path
+        self,
+        records: Records[Chat],
+        shard: range,
+        renderer: AnyRenderer,
+        config: RowConfig,
+        path: Path,
     ) -> None:
         self.records: Records[Chat] = records
+        self.shard = shard
         self.store = TokenStore(path)
         self.renderer = renderer
         self.config = config
@@ -74,22 +82,20 @@ class EncodedChats(Generic[Chat]):
         # For each count, the numbers of the records, each as often as it counts.
         self._counts = {name: array.array("q") for name in _RENDERED}
 
-    def encode(self) -> None:
-        """Read and render all records.
+    def encode(self, records: Iterable[ReadRecord[Chat]]) -> None:
+        """Render the records.
 
         Raises:
             UserError: with the place of a record that cannot be used, if the flags do not say to
                 go on without it.
         """
-        if self.records.max_train_samples is not None:
-            self.records.divide()
         processes = self.config.dataset_num_proc or min(cpu_cores(), _MOST_DEFAULT_PROCESSES)
-        for read, rendered in render_all(self.renderer, self.records.read(), processes):
+        for read, rendered in render_all(self.renderer, iter(records), processes):
             if isinstance(rendered, BadRecord):
                 self.records.refuse(read.number, read.place, rendered)
                 continue
-            for name, records in self._counts.items():
-                records.extend([read.number] * rendered.counts[name])
+            for name, numbers in self._counts.items():
+                numbers.extend([read.number] * rendered.counts[name])
             self.add(read, rendered)
 
     def add(self, read: ReadRecord[Chat], rendered: Rendered) -> None:
@@ -113,12 +119,11 @@ class EncodedChats(Generic[Chat]):
         lengths: np.ndarray = ends[:, : self.own_parts].max(axis=1) - self.tokens_beyond
         return lengths
 
-    def write(self, path: Path, split: Split, max_length: int) -> Audit:
-        """Write the rows of a split.
+    def write(self, path: Path, split: Split, max_length: int, vocabulary: int) -> Audit:
+        """Write the rows of a split, whose tokens are below ``vocabulary``.
 
         Raises:
-            UserError: if the flags do not say to go on without an example that is too long, or if
-                no training data are left.
+            UserError: if the flags do not say to go on without an example that is too long.
         """
         sequences = self._sequences_in(split)
         complete = self.ends()[sequences]
@@ -151,6 +156,7 @@ class EncodedChats(Generic[Chat]):
             examples,
             width=self.parts * width,
             packing=self.config.is_packed,
+            vocabulary=vocabulary,
             note=self.digest_note,
         )
 
@@ -163,7 +169,8 @@ class EncodedChats(Generic[Chat]):
         tokens_of_overlong = complete[is_overlong, :, _LENGTH].sum()
         audit.lost_tokens = int(tokens_of_overlong - lengths[is_overlong & is_kept].sum())
         audit.bytes = int(ends[is_kept, :, _BYTES].sum())
-        self._check(audit, split, max_length, has_ended=ends[is_kept, :, _ENDED].any())
+        audit.ended = int((ends[is_kept, :, _ENDED] > 0).any(axis=1).sum())
+        audit.needed_length = covering_length(self.lengths(split))
         return audit
 
     def ends(self, max_tokens: int | None = None) -> np.ndarray:
@@ -213,45 +220,29 @@ class EncodedChats(Generic[Chat]):
         """Count the records of a split, those that make no example, and what rendering counted."""
         is_in = self.records.divide()[split]
         records = np.array(self._records, np.int64)
-        audit.records = int(is_in.sum())
-        audit.bad = int(is_in[list(self.records.bad)].sum())
+        bad = [number for number in self.records.bad if number in self.shard]
+        audit.records = int(is_in[self.shard.start : self.shard.stop].sum())
+        audit.bad = int(is_in[bad].sum())
+        audit.first_fault = self.records.bad[min(bad)] if bad else ""
         audit.untrained = audit.records - audit.bad - len(np.unique(records[is_in[records]]))
         audit.examples = audit.untrained
         for name, numbers in self._counts.items():
             setattr(audit, name, int(is_in[np.array(numbers, np.int64)].sum()))
 
-    def _check(self, audit: Audit, split: Split, max_length: int, has_ended: bool) -> None:
-        """Raise :class:`UserError` if no example is left, or if no turn trains its end.
-
-        Eval data may be empty, unless the user chose them.
-        """
-        source = self.records.source
-        if not audit.kept and (split == "train" or self.records.source.only_split == "eval"):
-            faults = [*self.records.bad.values()]
-            remedy = audit.remedy(max_length, self.lengths(split), faults)
-            raise UserError(
-                f"{source.flag} {source.name}: no example is left: {audit.left_out()}; {remedy}."
-            )
-        if split == "train" and audit.unit == "conversation" and not has_ended:
-            raise UserError(
-                f"--dataset {source.name}: no turn trains the token that ends it, so the model "
-                "would never stop. Put that token inside {% generation %} in the chat template, or "
-                "remove those marks."
-            )
-
 
 class EncodedPairs(EncodedChats[PreferenceRecord]):
-    """The preference data of a source as tokens: pairs of answers, and single answers with a label.
+    """The preference data of a shard as tokens: pairs of answers, and single answers with a label.
 
     The two answers of a pair may share one copy of their prompt. Only the last token of the prompt
     is then stored for each, because it predicts the first tokens of the answers, which differ.
 
-    Single answers (KTO) are stored in pairs, too: each with the answer of the record before it,
-    which usually has another prompt. From that the loss estimates how far the model has moved
-    (Ethayarajh et al. 2024, arXiv:2402.01306).
+    Single answers (KTO) are stored in pairs, too: each with the answer of the record before it in
+    the shard, which usually has another prompt. From that the loss estimates how far the model has
+    moved (Ethayarajh et al. 2024, arXiv:2402.01306).
 
     Args:
-        records: the preference records.
+        records: the preference records of the source.
+        shard: the numbers of those in the shard.
         renderer: renders them.
         config: says how they become rows.
         path: the temporary file.
@@ -264,12 +255,13 @@ class EncodedPairs(EncodedChats[PreferenceRecord]):
     def __init__(
         self,
         records: Records[PreferenceRecord],
+        shard: range,
         renderer: AnyRenderer,
         config: PairConfig,
         path: Path,
         unpaired: bool,
     ) -> None:
-        super().__init__(records, renderer, config, path)
+        super().__init__(records, shard, renderer, config, path)
         self.unit = "answer" if unpaired else "pair"
         self.own_parts = 1 if unpaired else 2
         self.digest_note = f" {unpaired}"
@@ -284,11 +276,9 @@ class EncodedPairs(EncodedChats[PreferenceRecord]):
         self._first: dict[bool, tuple[ReadRecord[PreferenceRecord], list[TokenSequence]]] = {}
         self._previous: dict[bool, PreferenceRecord] = {}
 
-    def encode(self) -> None:
-        """Read and render all records; see :class:`EncodedChats`."""
-        if self.unpaired:
-            self.records.divide()  # answers are compared inside their split
-        super().encode()
+    def encode(self, records: Iterable[ReadRecord[PreferenceRecord]]) -> None:
+        """Render the records; see :class:`EncodedChats`."""
+        super().encode(records)
         for is_eval, (read, answers) in self._first.items():
             self._add_singles(read, answers, self._previous[is_eval])
 

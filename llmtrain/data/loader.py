@@ -12,22 +12,23 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from llmtrain.data.order import EvalSampler, GlobalBatchSampler, Mixture, Slot
-from llmtrain.data.packing import LENGTHS, PREFERENCE_COLUMNS, Rows, as_matrices
+from llmtrain.data.packing import LENGTHS, PREFERENCE_COLUMNS
+from llmtrain.data.shards import TokenRows
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch, Trimming, padded_size
 from llmtrain.seeds import mix, seed_of
 
 _MIN_POSITIONS = 8  # that the model computes of a trimmed row
 
 
-def row_lengths(rows: Rows) -> np.ndarray | None:
+def row_lengths(rows: TokenRows) -> np.ndarray | None:
     """Return the number of tokens in each unpacked row, int [rows]; ``None`` if rows are packed.
 
     If rows hold pairs of answers, it is the number of tokens in the longer answer.
     """
     if LENGTHS not in rows.column_names:
         return None
-    matrices = as_matrices(rows.data.column(LENGTHS))
-    return np.concatenate([matrix.max(axis=1) for matrix in matrices])
+    lengths: np.ndarray = rows.column(LENGTHS).max(axis=1)
+    return lengths
 
 
 def trimmed_width(longest: int, full_width: int) -> int:
@@ -43,7 +44,7 @@ def trimmed_width(longest: int, full_width: int) -> int:
     return min(padded_size(longest - 1, smallest=_MIN_POSITIONS) + 1, full_width)
 
 
-def count_shapes(rows: Rows) -> int:
+def count_shapes(rows: TokenRows) -> int:
     """Return how many shapes full micro-batches of some rows can have; 1 if rows are packed."""
     lengths = row_lengths(rows)
     if lengths is None:
@@ -60,9 +61,6 @@ class LocalBatches(Dataset[LocalBatch]):
 
     Unpacked rows are trimmed to the longest of their micro-batch, up to one of a few sizes.
 
-    Rows are read from memory-mapped columns. A ``datasets.Dataset`` takes ten times as long for a
-    few rows.
-
     Args:
         rows: the rows.
         micro_batch: the number of rows in a micro-batch.
@@ -73,7 +71,7 @@ class LocalBatches(Dataset[LocalBatch]):
 
     def __init__(
         self,
-        rows: Rows,
+        rows: TokenRows,
         micro_batch: int,
         dropout_seed: int | None = None,
         prepare: Callable[[Batch], Batch] | None = None,
@@ -81,14 +79,7 @@ class LocalBatches(Dataset[LocalBatch]):
         self.micro_batch = micro_batch
         self.dropout_seed = dropout_seed
         self.prepare = prepare
-        # Arrow stores a column in chunks. So each column is a list of matrices [rows, length], one
-        # for each chunk. All columns have the same chunks.
-        self.columns = {name: as_matrices(rows.data.column(name)) for name in rows.column_names}
-        first_column = next(iter(self.columns.values()))
-        chunk_lengths = [len(matrix) for matrix in first_column]
-        # Chunk i holds the rows from chunk_starts[i] to chunk_ends[i] - 1.
-        self.chunk_ends = np.cumsum(chunk_lengths)
-        self.chunk_starts = self.chunk_ends - chunk_lengths
+        self.rows = rows
 
     def __getitems__(self, slots: list[Slot]) -> LocalBatch:
         """Return the micro-batches of slots."""
@@ -120,14 +111,10 @@ class LocalBatches(Dataset[LocalBatch]):
     def read(self, slots: list[Slot]) -> dict[str, np.ndarray]:
         """Return the rows of slots by column, [slots, length]. An empty slot has no label."""
         # An empty slot reads row 0. Its labels are removed below.
-        rows = np.array([slot.row or 0 for slot in slots])
-        chunks = np.searchsorted(self.chunk_ends, rows, side="right")
-        rows_in_chunks = rows - self.chunk_starts[chunks]
-        columns = {}
-        for name, matrices in self.columns.items():
-            indices = zip(chunks.tolist(), rows_in_chunks.tolist(), strict=True)
-            column = np.stack([matrices[chunk][row] for chunk, row in indices])
-            columns[name] = column.astype(np.int64) if column.dtype.kind == "i" else column
+        columns = self.rows.read(np.array([slot.row or 0 for slot in slots]))
+        for name, column in columns.items():
+            if column.dtype.kind == "i":
+                columns[name] = column.astype(np.int64)
 
         is_empty = [slot.row is None for slot in slots]
         if LENGTHS in columns:
@@ -152,7 +139,7 @@ class LocalBatches(Dataset[LocalBatch]):
         for start in range(0, slots, self.micro_batch):
             longest = int(lengths[start : start + self.micro_batch].max())
             widths.append(trimmed_width(longest, width // parts))
-        token_columns = [name for name in PREFERENCE_COLUMNS if name in self.columns]
+        token_columns = [name for name in PREFERENCE_COLUMNS if name in self.rows.column_names]
         return Trimming(columns=tuple(token_columns), parts=parts, widths=tuple(widths))
 
 
@@ -173,7 +160,7 @@ def fingerprint(rows: np.ndarray) -> int:
 
 
 def train_loader(
-    rows: Rows,
+    rows: TokenRows,
     global_batch_size: int,
     micro_batch: int,
     steps: range,
@@ -211,7 +198,7 @@ def train_loader(
 
 
 def eval_loader(
-    rows: Rows,
+    rows: TokenRows,
     processes: int,
     micro_batch: int,
     prepare: Callable[[Batch], Batch] | None = None,

@@ -1,4 +1,4 @@
-"""Rows of tokens: which examples share one, and the memory-mapped Arrow files that hold them.
+"""Rows of tokens: which examples share one, and the columns that they have in a shard.
 
 Token sequences wait in a :class:`TokenStore` until it is decided which rows they go to. No example
 is split. A packed row holds complete examples one after the other. Their ``position_ids`` restart
@@ -13,38 +13,50 @@ An unpacked row holds one conversation, or a pair with each answer in half of th
 
 The second answer of a pair may share the prompt of the first. Then its ``position_ids`` continue
 those of the prompt, and its first token is a copy of the last token of the prompt.
-
-``datasets`` can read the files of rows, too.
 """
 
 import array
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from llmtrain.data.audit import Audit
+from llmtrain.data.shards import Column, create_shard, token_dtype
 from llmtrain.interfaces.batches import IGNORED, PADDING_CODE, answer_code
-
-if TYPE_CHECKING:
-    import datasets
-    import pyarrow
-
-Rows: TypeAlias = "TokenRows | datasets.Dataset"
-RowWriter: TypeAlias = Callable[[Mapping[str, np.ndarray]], None]
 
 # Unpacked rows have the column `lengths` instead of the last one.
 TOKEN_COLUMNS = ["input_ids", "labels", "position_ids"]
 PREFERENCE_COLUMNS = ["input_ids", "labels", "answers", "position_ids"]
 LENGTHS = "lengths"
-# The tokens that are written at a time: 16 MiB for each column. A reader needs some kilobytes for
-# each batch.
+# The tokens that are written at a time: 16 MiB for each column.
 TOKENS_PER_BATCH = 1 << 22
+
+
+def columns_of(
+    names: Iterable[str], width: int, vocabulary: int, parts: int = 1
+) -> dict[str, Column]:
+    """Return the columns of rows.
+
+    Args:
+        names: the names of the columns.
+        width: the number of tokens in a row.
+        vocabulary: the largest token, plus 1.
+        parts: 2 if a row has two halves, otherwise 1.
+    """
+    columns = {}
+    for name in names:
+        dtype = token_dtype(width if name == "position_ids" else vocabulary)
+        columns[name] = Column(dtype, [width])
+    if "answers" in columns:
+        columns["answers"] = Column("int32", [width])
+    if LENGTHS in columns:
+        columns[LENGTHS] = Column("int32", [parts])
+    return columns
 
 
 class TokenStore:
@@ -159,6 +171,7 @@ def write_rows(
     examples: Examples,
     width: int,
     packing: bool,
+    vocabulary: int,
     note: str = "",
 ) -> Audit:
     """Write examples of sequences in a store as rows.
@@ -170,17 +183,18 @@ def write_rows(
         width: the number of tokens in a row.
         packing: pack several examples into a row. Otherwise each conversation gets a row of its
             own, and each answer of a pair half a row.
+        vocabulary: the largest token, plus 1.
         note: a further text that the hash depends on.
     """
     count, parts = examples.sequences.shape
     are_pairs = examples.is_first_desirable is not None
-    widths = dict.fromkeys(PREFERENCE_COLUMNS if are_pairs else TOKEN_COLUMNS, width)
+    names = PREFERENCE_COLUMNS if are_pairs else TOKEN_COLUMNS
     if packing:
         rows = best_fit((examples.stops - examples.starts).sum(axis=1), width)
     else:
         rows = [[example] for example in range(count)]
-        widths.pop("position_ids")  # a row with one document needs none
-        widths[LENGTHS] = parts
+        names = [*names[:-1], LENGTHS]  # a row with one document needs no position ids
+    columns = columns_of(names, width, vocabulary, parts)
 
     first_in_store = store.bounds[examples.sequences]
     starts = first_in_store + examples.starts
@@ -191,12 +205,12 @@ def write_rows(
 
     targets = 0
     rows_per_batch = max(TOKENS_PER_BATCH // width, 1)
-    with create_row_file(path, widths) as write:
+    with create_shard(path, columns, len(rows)) as write:
         for start in range(0, len(rows), rows_per_batch):
             batch = rows[start : start + rows_per_batch]
-            columns = _columns_of(batch, examples, tokens_of, width, packing)
-            targets += int((columns["labels"] != IGNORED).sum())
-            write(columns)
+            values = _values_of(batch, examples, tokens_of, width, packing)
+            targets += int((values["labels"] != IGNORED).sum())
+            write(values)
 
     digest = hashlib.sha256()
     for example in range(count):
@@ -221,7 +235,7 @@ def write_rows(
     )
 
 
-def _columns_of(
+def _values_of(
     rows: list[list[int]],
     examples: Examples,
     tokens_of: Callable[[int, int], np.ndarray],
@@ -279,71 +293,3 @@ def _columns_of(
         "answers": answers,
         LENGTHS: lengths,
     }
-
-
-@contextlib.contextmanager
-def create_row_file(path: Path, widths: Mapping[str, int]) -> Iterator[RowWriter]:
-    """Create a file of rows, and yield a function that appends rows to it.
-
-    The function takes the values of each column, int32 [rows, width], by the column's name.
-
-    Args:
-        path: the file.
-        widths: the number of values that a row has in each column, by the column's name.
-    """
-    import pyarrow
-
-    schema = pyarrow.schema(
-        {name: pyarrow.list_(pyarrow.int32(), width) for name, width in widths.items()}
-    )
-
-    with path.open("wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
-
-        def write(values: Mapping[str, np.ndarray]) -> None:
-            arrays = []
-            for column in schema:
-                flat = np.ascontiguousarray(values[column.name], np.int32).ravel()
-                arrays.append(pyarrow.FixedSizeListArray.from_arrays(flat, type=column.type))
-            writer.write_batch(pyarrow.RecordBatch.from_arrays(arrays, schema=schema))
-
-        yield write
-
-
-class TokenRows:
-    """Rows of tokens: columns of integer lists. All lists of a column have the same length.
-
-    A run reads them without ``datasets``, whose import would take half a second at every start.
-    """
-
-    def __init__(self, data: "pyarrow.Table") -> None:
-        self.data = data
-        self.column_names: list[str] = data.column_names
-
-    @classmethod
-    def open(cls, paths: Sequence[Path]) -> "TokenRows":
-        """Map the rows of several files into memory, one file after the other.
-
-        Raises:
-            OSError: if a file is damaged or absent.
-            ValueError: if a file is damaged.
-        """
-        import pyarrow
-
-        streams = [pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) for path in paths]
-        return cls(pyarrow.concat_tables(stream.read_all() for stream in streams))
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, row: int) -> dict[str, list[int]]:
-        return dict(self.data.slice(row, 1).to_pylist()[0])
-
-
-def as_matrices(column: "pyarrow.ChunkedArray") -> list[np.ndarray]:
-    """Return the chunks of a column of lists, each as an array [rows, length], without a copy."""
-    matrices = []
-    for chunk in column.chunks:
-        if len(chunk):
-            values = np.from_dlpack(chunk.flatten())  # to_numpy() would import pandas
-            matrices.append(values.reshape(len(chunk), -1))
-    return matrices

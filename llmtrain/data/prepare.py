@@ -1,38 +1,54 @@
-"""Turn text, conversations or preference data into rows of tokens on disk, and cache them.
+"""Turn text, conversations or preference data into a set: shards of rows, with a manifest.
 
-The stages that a record passes are listed in :mod:`llmtrain.data`.
+The stages that a record passes are listed in :mod:`llmtrain.data`. A set is in the cache, or in a
+folder that the user has named. It is complete once it has a manifest. Until then, each shard has a
+file of its own facts, so that a start after a kill makes only what is missing.
 """
 
 import contextlib
 import copy
-import dataclasses
+import hashlib
 import shutil
 import sys
-from collections.abc import Sequence
-from itertools import chain
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import asdict
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from llmtrain.console import note, say
+from llmtrain.console import is_or_are, note, pluralize, say
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.audit import Audit, covering_length
+from llmtrain.data.audit import Audit, covering_length, summed
 from llmtrain.data.chat_template import REASONING_OPTION
 from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.corpus import EncodedCorpus
 from llmtrain.data.examples import EncodedChats, EncodedPairs
-from llmtrain.data.readers import Split
-from llmtrain.data.records import Documents, Records, records_of
+from llmtrain.data.readers import Source, Split
+from llmtrain.data.records import SHARD_BYTES, SHARD_RECORDS, Documents, records_of
 from llmtrain.data.render import AnyRenderer, PromptCompletionRenderer, Renderer
-from llmtrain.data.request import DataRequest
-from llmtrain.data.tokenized import Tokenized, metadata_of
-from llmtrain.errors import UserError, as_user_error, first_line
-from llmtrain.files import cache_folder, hashes_of, new_folder, write_sealed
+from llmtrain.data.request import FORMAT_VERSION, DataRequest
+from llmtrain.data.shards import facts_of
+from llmtrain.data.tokenized import MANIFEST, Tokenized, metadata_of
+from llmtrain.errors import DamagedRowsError, UserError, as_user_error, first_line
+from llmtrain.files import (
+    JsonObject,
+    cache_folder,
+    hashes_of,
+    new_folder,
+    read_sealed,
+    sync,
+    write_sealed,
+)
 from llmtrain.locks import file_lock
+from llmtrain.model_folders import vocabulary_of
+from llmtrain.versions import versions
 
-# The records of a source as tokens, which are encoded once, and written as the rows of each split.
-EncodedSource: TypeAlias = EncodedCorpus | EncodedChats[Any]
+# The records of a shard as tokens, which are encoded once, and written as the rows of each split.
+EncodedShard: TypeAlias = EncodedCorpus | EncodedChats[Any]
+_ESTIMATED_RECORDS = 1_000
 
 
 def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
@@ -45,25 +61,26 @@ def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
         UserError: if the records are wrong, or if the cache cannot be written.
     """
     folder = cache_folder() / request.digest()
-    with contextlib.suppress(OSError):
-        return Tokenized.open(folder), True
+    with contextlib.suppress(OSError, DamagedRowsError):
+        return Tokenized.open(folder, check=True), True
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with file_lock(Path(f"{folder}.lock")) as has_lock:
+        with file_lock(Path(f"{folder}.lock")):
             try:
-                return Tokenized.open(folder), False  # another process has made them meanwhile
-            except OSError as error:
-                if folder.exists():
+                return Tokenized.open(folder, check=True), False  # made by another process
+            except (OSError, DamagedRowsError) as error:
+                if (folder / MANIFEST).exists():
                     note(f"{folder}: {first_line(error)}; its rows are made again")
-
-            # Without a lock, another process may be writing such a folder.
-            leftovers = folder.parent.glob(f".tmp-*{folder.name}-*") if has_lock else ()
-            for leftover in leftovers:  # of a killed process
-                shutil.rmtree(leftover, ignore_errors=True)
+                    shutil.rmtree(folder)
             names = " ".join(source.name for source in request.sources)
             say("data", f"reading and tokenising {names}", sys.stderr)
-            _make(folder, request)
+            try:
+                maker = SetMaker(folder, request)
+                maker.finish(maker.make())
+            except Exception:  # a kill keeps the shards that are complete
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
     except OSError as error:
         raise UserError(
             f"the cache folder {folder.parent}: {error.strerror or error}; set LLMTRAIN_CACHE to "
@@ -73,51 +90,191 @@ def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
         return Tokenized.open(folder), False
 
 
-# --- making a cache entry
+class SetMaker:
+    """Makes what is missing of a set.
 
+    Args:
+        folder: the folder of the set.
+        request: the rows.
 
-def _make(folder: Path, request: DataRequest) -> None:
-    """Make a cache entry: the tokenizer, if it is trained on the data, and the rows of each source.
-
-    The folder exists only once it is complete.
+    Raises:
+        UserError: if the tokenizer cannot be trained on the records.
     """
-    readers = [
-        records_of(source, request.config, request.chat, request.unpaired)
-        for source in request.sources
-    ]
-    tokenizer = request.tokenizer
-    if tokenizer is None:
-        tokenizer = _train_tokenizer(request, readers)
-    renderer: AnyRenderer | None = None
-    if request.chat is not None:
-        if tokenizer.chat_template is None:
-            renderer = PromptCompletionRenderer(tokenizer)
+
+    def __init__(self, folder: Path, request: DataRequest) -> None:
+        self.folder = folder
+        self.request = request
+        self.readers = [
+            records_of(source, request.config, request.chat, request.unpaired)
+            for source in request.sources
+        ]
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer = request.tokenizer or self._trained_tokenizer()
+        self.vocabulary = vocabulary_of(self.tokenizer)
+
+        self.renderer: AnyRenderer | None = None
+        if request.chat is None:
+            return
+        if self.tokenizer.chat_template is None:
+            self.renderer = PromptCompletionRenderer(self.tokenizer)
         else:
             only_last_turns = isinstance(request.chat, ChatConfig) and request.chat.turns == "last"
-            renderer = Renderer(tokenizer, request.stop_token_ids, only_last_turns)
+            self.renderer = Renderer(self.tokenizer, request.stop_token_ids, only_last_turns)
 
-    with new_folder(folder) as working, contextlib.ExitStack() as temporary:
-        encoded: list[EncodedSource] = []
-        for number, reader in enumerate(readers):
-            path = working / f"tokens-{number}"
-            source = _encoder_of(reader, tokenizer, renderer, request, path)
-            temporary.callback(source.store.close)
-            source.encode()
-            encoded.append(source)
-        length = _row_length(request, encoded)
-        train, eval = _write_rows(working, request, encoded, length)
-        temporary.close()  # deletes what is not part of the entry
+    def _trained_tokenizer(self) -> tok.FastTokenizer:
+        """Return the tokenizer that is trained on the data, with the template that they need."""
+        request = self.request
+        folder = self.folder / "tokenizer"
+        if folder.exists():  # a start that was killed has trained it
+            return tok.load_tokenizer(str(folder), trained=True)
+        trained = tok.train_tokenizer(
+            request.spec,
+            train=chain.from_iterable(reader.texts("train") for reader in self.readers),
+            all_texts=lambda: chain.from_iterable(reader.texts() for reader in self.readers),
+        )
+        tokenizer = tok.as_pretrained(trained)
+        if request.chat is not None:
+            tok.set_template(tokenizer, request.chat.chat_template or "chatml")
+        self._save_tokenizer(tokenizer)
+        return tokenizer
+
+    def _save_tokenizer(self, tokenizer: tok.FastTokenizer) -> None:
+        with new_folder(self.folder / "tokenizer") as working:
+            # A library in Rust raises no OSError.
+            failure = f"the tokenizer cannot be written to {self.folder}"
+            with as_user_error(failure, describe=first_line):
+                tokenizer.save_pretrained(working)
+
+    def make(self, part: int = 1, parts: int = 1) -> int:
+        """Make the shards that are missing, and return the length of the rows.
+
+        Args:
+            part: the part of the shards that this process makes, from 1.
+            parts: the number of parts.
+
+        Raises:
+            UserError: if a record is wrong, or if the folder has shards of another set.
+            OSError: if the disk is full, or fails.
+        """
+        with contextlib.ExitStack() as temporary:
+            encoded = self._encoded(part, parts)
+            temporary.callback(encoded.close)
+            length = self.request.max_length
+            if length != "auto":
+                for source, number, shard in encoded:
+                    self._write(source, number, shard, length)
+                return length
+
+            # All of them are encoded before the length is known.
+            waiting = [*encoded]
+            for _, _, shard in waiting:
+                temporary.callback(shard.store.close)
+            length = _row_length(self.request, [shard for _, _, shard in waiting])
+            for source, number, shard in waiting:
+                self._write(source, number, shard, length)
+            return length
+
+    def _encoded(self, part: int, parts: int) -> Generator[tuple[int, int, EncodedShard]]:
+        """Yield the number of a source and of a shard, and the shard as tokens, one at a time."""
+        is_auto = self.request.max_length == "auto"
+        for source, reader in enumerate(self.readers):
+            reader.divide()
+            own = range(part - 1, len(reader.shards), parts)
+            missing = [number for number in own if is_auto or not self._facts(source, number)]
+            for number, records in reader.read_shards(missing):
+                shard = self._encoder(source, number)
+                try:
+                    shard.encode(records)
+                    yield source, number, shard
+                finally:
+                    if not is_auto:
+                        shard.store.close()
+
+    def _encoder(self, source: int, number: int) -> EncodedShard:
+        """Return the object that encodes the records of a shard."""
+        reader = self.readers[source]
+        shard = reader.shards[number]
+        request = self.request
+        path = self.folder / f".tmp-tokens-{source}-{number}"
+        if isinstance(reader, Documents):
+            is_trained = tok.is_trained(request.spec)
+            return EncodedCorpus(
+                reader, shard, self.tokenizer, is_trained, request.text_columns, path
+            )
+
+        assert request.chat is not None, "records that are not text have a config"
+        assert self.renderer is not None, "and a renderer"
+        if isinstance(request.chat, PairConfig):
+            return EncodedPairs(reader, shard, self.renderer, request.chat, path, request.unpaired)
+        return EncodedChats(reader, shard, self.renderer, request.chat, path)
+
+    def _facts_path(self, source: int, number: int) -> Path:
+        return self.folder / f"shard-{source}-{number:05}.json"
+
+    def _facts(self, source: int, number: int) -> JsonObject:
+        """Return the facts of a shard, which are empty if it is not complete.
+
+        Raises:
+            UserError: if it belongs to another set.
+        """
+        facts = read_sealed(self._facts_path(source, number))
+        if facts and facts["set"] != self.request.digest():
+            raise UserError(
+                f"{self.folder} has shards of another set: its data, tokenizer or flags differ; "
+                "name another folder, or delete this one."
+            )
+        return facts
+
+    def _write(self, source: int, number: int, shard: EncodedShard, length: int) -> None:
+        """Write the files of a shard, and then its facts."""
+        facts: JsonObject = {"set": self.request.digest()}
+        only_split = self.request.sources[source].only_split
+        for split in ("train", "eval") if only_split is None else (only_split,):
+            path = self.folder / f"{split}-{source}-{number:05}.safetensors"
+            working = path.with_name(f".tmp-{path.name}")
+            audit = shard.write(working, split, length, self.vocabulary)
+            sync(working)
+            working.rename(path)
+            facts[split] = {"audit": asdict(audit), **facts_of(path)}
+        write_sealed(self._facts_path(source, number), facts)
+
+    def finish(self, length: int) -> None:
+        """Write the manifest, given the length of the rows.
+
+        Raises:
+            UserError: if a shard is missing, or if there is too little to train or evaluate on.
+        """
+        request = self.request
+        splits: dict[str, list[JsonObject]] = {"train": [], "eval": []}
+        audits: dict[str, list[Audit]] = {"train": [], "eval": []}
+        for number, (source, reader) in enumerate(zip(request.sources, self.readers, strict=True)):
+            reader.divide()
+            shards = [self._facts(number, shard) for shard in range(len(reader.shards))]
+            missing = [str(shard + 1) for shard, facts in enumerate(shards) if not facts]
+            if missing:
+                raise UserError(
+                    f"{self.folder}: {pluralize(len(missing), 'shard')} of {source.name} "
+                    f"{is_or_are(len(missing))} missing, such as number {missing[0]}; make all "
+                    "parts, and then finish."
+                )
+            for split in ("train", "eval") if source.only_split is None else (source.only_split,):
+                files = [facts[split] for facts in shards]
+                audit = total_of_shards([Audit(**file.pop("audit")) for file in files])
+                _check_split(source, split, audit, length, request)
+                audits[split].append(audit)
+                splits[split].append({"audit": asdict(audit), "shards": files})
 
         metadata = metadata_of(
             " ".join(request.train_names),
             request.spec,
-            tokenizer,
+            self.tokenizer,
             length,
-            train=train,
-            eval=eval,
+            train=audits["train"],
+            eval=audits["eval"],
             shared=isinstance(request.chat, PairConfig) and request.chat.shares_prompts,
-            stop_token_ids=[] if renderer is None else sorted(renderer.stop_token_ids),
+            stop_token_ids=[] if self.renderer is None else sorted(self.renderer.stop_token_ids),
         )
+        tokenizer = self.tokenizer
         if request.tokenizer is None:  # it was trained on the data
             tokenizer.model_max_length = length
         if metadata.audit is not None:
@@ -126,89 +283,100 @@ def _make(folder: Path, request: DataRequest) -> None:
             tokenizer.init_kwargs = {**tokenizer.init_kwargs}
             tokenizer.init_kwargs.pop(REASONING_OPTION, None)
             tokenizer.init_kwargs |= metadata.audit.template_options
-        # A library in Rust raises no OSError.
-        with as_user_error(f"the tokenizer cannot be written to {folder}", describe=first_line):
-            tokenizer.save_pretrained(working / "tokenizer")
+        self._save_tokenizer(tokenizer)
 
-        files = sorted(path for path in working.rglob("*") if path.is_file())
-        names = [str(path.relative_to(working)) for path in files]
-        hashes = dict(zip(names, hashes_of(files), strict=True))
-        content = {"metadata": dataclasses.asdict(metadata), "files": hashes}
-        write_sealed(working / "facts.json", content)
+        files = sorted(path for path in (self.folder / "tokenizer").iterdir())
+        names = [str(path.relative_to(self.folder)) for path in files]
+        content = {
+            "format": FORMAT_VERSION,
+            "made_from": request.content,
+            "versions": versions(),
+            "metadata": asdict(metadata),
+            "tokenizer": dict(zip(names, hashes_of(files), strict=True)),
+            **splits,
+        }
+        write_sealed(self.folder / MANIFEST, content)
+        for leftover in (*self.folder.glob("shard-*.json"), *self.folder.glob(".tmp-*")):
+            leftover.unlink(missing_ok=True)
+
+    def estimate(self) -> None:
+        """Say how many tokens there will be, and how long it will take, by the first records."""
+        reader = self.readers[0]
+        reader.divide()
+        shard = self._encoder(0, 0)
+        start = time.monotonic()
+        with contextlib.closing(shard.store):
+            shard.encode(islice(reader.read([0]), _ESTIMATED_RECORDS))
+            seconds = time.monotonic() - start
+            tokens = int(shard.store.bounds[-1])
+        first_bytes = reader.text_bytes[:_ESTIMATED_RECORDS].sum()
+        all_bytes = 0
+        for each in self.readers:
+            each.divide()
+            all_bytes += each.text_bytes.sum()
+        scale = all_bytes / max(first_bytes, 1)
+        shards = sum(len(each.shards) for each in self.readers)
+        say(
+            "estimate",
+            f"{pluralize(shards, 'shard')}, {all_bytes / 1e6:,.1f} MB of source text; by the first "
+            f"{_ESTIMATED_RECORDS:,} records about {tokens * scale:,.0f} tokens, "
+            f"{tokens * scale * 4 / 1e6:,.1f} MB on disk, {seconds * scale / 60:,.1f} minutes",
+        )
 
 
-def _train_tokenizer(request: DataRequest, readers: Sequence[Records[Any]]) -> tok.FastTokenizer:
-    """Train the tokenizer on the data, and give it the chat template that they need."""
-    trained = tok.train_tokenizer(
-        request.spec,
-        train=chain.from_iterable(reader.texts("train") for reader in readers),
-        all_texts=lambda: chain.from_iterable(reader.texts() for reader in readers),
-    )
-    tokenizer = tok.as_pretrained(trained)
-    if request.chat is not None:
-        tok.set_template(tokenizer, request.chat.chat_template or "chatml")
-    return tokenizer
+def total_of_shards(audits: Sequence[Audit]) -> Audit:
+    """Return the counts of a source, given those of its shards.
+
+    Its hash says how records became shards, if there are several.
+    """
+    total = summed(audits)
+    total.sha256 = audits[0].sha256
+    if len(audits) > 1:
+        hashes = " ".join(audit.sha256 for audit in audits)
+        rule = f"shards of {SHARD_RECORDS} records or {SHARD_BYTES} bytes: {hashes}"
+        total.sha256 = hashlib.sha256(rule.encode()).hexdigest()
+    return total
 
 
-def _row_length(request: DataRequest, encoded: Sequence[EncodedSource]) -> int:
-    """Return ``--max_length``; with ``auto``, a length that most training examples fit in."""
-    if request.max_length != "auto":
-        return request.max_length
+def _row_length(request: DataRequest, encoded: Sequence[EncodedShard]) -> int:
+    """Return a length that most training examples fit in, for ``--max_length auto``."""
     split: Split = "train" if request.train_names else "eval"
-    chats = [source for source in encoded if isinstance(source, EncodedChats)]
-    lengths = [source.lengths(split) for source in chats]
-    # If there are no examples, writing the rows reports that, whatever their length.
+    chats = [shard for shard in encoded if isinstance(shard, EncodedChats)]
+    lengths = [shard.lengths(split) for shard in chats]
+    # If there are no examples, finishing the set reports that, whatever their length.
     length = max(covering_length(np.concatenate(lengths)), 1)
     return min(length, request.max_positions or length)
 
 
-# --- the stages of each source
+def _check_split(
+    source: Source, split: Split, audit: Audit, length: int, request: DataRequest
+) -> None:
+    """Raise :class:`UserError` if there is too little to train or to evaluate on.
 
-
-def _encoder_of(
-    reader: Records[Any],
-    tokenizer: tok.FastTokenizer,
-    renderer: AnyRenderer | None,
-    request: DataRequest,
-    path: Path,
-) -> EncodedSource:
-    """Return the object that encodes the records of a source, with a temporary file at ``path``."""
-    if isinstance(reader, Documents):
-        is_trained = tok.is_trained(request.spec)
-        return EncodedCorpus(reader, tokenizer, is_trained, request.text_columns, path)
-
-    assert request.chat is not None, "records that are not text have a config"
-    assert renderer is not None, "and a renderer"
-    if isinstance(request.chat, PairConfig):
-        return EncodedPairs(reader, renderer, request.chat, path, request.unpaired)
-    return EncodedChats(reader, renderer, request.chat, path)
-
-
-def _write_rows(
-    working: Path,
-    request: DataRequest,
-    encoded: Sequence[EncodedSource],
-    length: int,
-) -> tuple[list[Audit], list[Audit]]:
-    """Write the rows of all sources, and return the counts of both splits, one for each source.
-
-    Raises:
-        UserError: if there is too little to train or to evaluate on.
+    Eval data may be empty, unless the user chose them.
     """
-    train: list[Audit] = []
-    eval: list[Audit] = []
-    for source, examples in zip(request.sources, encoded, strict=True):
-        if source.only_split != "eval":
-            train.append(examples.write(working / f"train-{len(train)}.arrow", "train", length))
-        if source.only_split != "train":
-            eval.append(examples.write(working / f"eval-{len(eval)}.arrow", "eval", length))
-
-    for name, stats in zip(request.train_names, train, strict=True):
-        size = stats.targets
-        if request.chat is None and size < length:
+    if audit.unit == "text":
+        if split == "train" and not audit.bytes:
+            raise UserError(
+                f"no text of {source.name} is left to train on; lower --eval_fraction, or raise "
+                "--max_train_samples."
+            )
+        if split == "train" and request.chat is None and audit.targets < length:
             flag = "--max_length" if request.takes_conversations else "--block_size"
             raise UserError(
-                f"{flag} {length} is larger than the training text ({size + 1} tokens of {name}); "
-                f"use at most {max(size, 1)}, or more text."
+                f"{flag} {length} is larger than the training text ({audit.targets + 1} tokens of "
+                f"{source.name}); use at most {max(audit.targets, 1)}, or more text."
             )
-    return train, eval
+        return
+
+    if not audit.kept and (split == "train" or source.only_split == "eval"):
+        raise UserError(
+            f"{source.flag} {source.name}: no example is left: {audit.left_out()}; "
+            f"{audit.remedy(length)}."
+        )
+    if split == "train" and audit.unit == "conversation" and not audit.ended:
+        raise UserError(
+            f"--dataset {source.name}: no turn trains the token that ends it, so the model "
+            "would never stop. Put that token inside {% generation %} in the chat template, or "
+            "remove those marks."
+        )

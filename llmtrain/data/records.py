@@ -4,7 +4,7 @@ import array
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
@@ -22,7 +22,7 @@ from llmtrain.data.formats import (
     preference_of,
 )
 from llmtrain.data.messages import BadRecord
-from llmtrain.data.readers import Fields, Source, Split, shown
+from llmtrain.data.readers import Fields, Record, Source, Split, shown
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 
@@ -31,6 +31,9 @@ Chat = TypeVar("Chat", Conversation, PreferenceRecord)
 # Whether each record has something in a split, bool [records].
 Splits: TypeAlias = dict[Split, np.ndarray]
 
+# A shard has so many records, or so much text, whichever comes first.
+SHARD_RECORDS = 100_000
+SHARD_BYTES = 1 << 28
 # More eval data than this share, or than twice --eval_fraction, are far too many.
 _LARGEST_EVAL_SHARE = 0.5
 
@@ -57,8 +60,8 @@ class Records(Generic[R]):
 
     A record is eval data if the hash of its content is below ``--eval_fraction``. So a record keeps
     its split if others are added. But if that chooses no eval data or far too many, as with a
-    handful of records, the splits depend on all records. So they are known after the first pass;
-    see :meth:`divide`.
+    handful of records, the splits depend on all records. So :meth:`divide` reads all records before
+    any of them is tokenised. It also finds the borders of shards.
 
     Attributes:
         source: the records, as fields.
@@ -72,6 +75,8 @@ class Records(Generic[R]):
         bad: the bad records that were skipped, by their numbers: the place of each, and what is
             wrong with it.
         is_cut: whether some records have a part in each split.
+        shards: the numbers of the records of each shard, once they are divided.
+        text_bytes: float64 [records], the size of each, once they are divided.
         unit: a word for the records.
         bad_row_hint: what to do about a bad record.
     """
@@ -84,6 +89,8 @@ class Records(Generic[R]):
     field: str | None = None
     bad: dict[int, str] = dataclasses.field(default_factory=dict)
     is_cut: bool = False
+    shards: list[range] = dataclasses.field(default_factory=list)
+    text_bytes: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0))
     _splits: Splits | None = None
     unit: ClassVar[str] = "conversation"
     bad_row_hint: ClassVar[str] = "; fix it, or leave such records out with --on_bad_row skip"
@@ -93,26 +100,80 @@ class Records(Generic[R]):
 
         Bad records are training data. Records after the first ``max_train_samples`` are in no
         split.
-        """
-        if self._splits is None:
-            for _ in self.read():
-                pass
-        assert self._splits is not None, "all records have been read"
-        return self._splits
-
-    def read(self) -> Iterator[ReadRecord[R]]:
-        """Yield the records in the order of the source, without bad ones.
-
-        Records of no split are left out, too, unless this is the first pass.
 
         Raises:
-            UserError: if a record is bad and must not be skipped, if there is none, or if the
-                number of records is another one than in the pass before.
+            UserError: if a record is bad and must not be skipped, or if there is none.
         """
-        splits = self._splits
-        is_used = None if splits is None else splits["train"] | splits["eval"]
-        measures = array.array("d")  # the hash and the size of each record
+        if self._splits is None:
+            measures = array.array("d")  # the hash and the size of each record, and its bytes
+            for number, (place, fields) in enumerate(self._fields()):
+                try:
+                    record = self.read_fields(fields)
+                except BadRecord as error:
+                    self.refuse(number, place, error)
+                    measures.extend((np.nan, 0, 0))
+                    continue
+                content, size = self.measure(record)
+                hash_bits = int.from_bytes(hashlib.sha256(content).digest()[:6], "big")
+                # The hash as a number in [0, 1).
+                measures.extend((hash_bits / 2**48, size, self.text_bytes_of(fields, content)))
+            hashes, sizes, self.text_bytes = np.array(measures).reshape(-1, 3).T
+            self._splits = self._splits_of(hashes, sizes)
+            self.shards = shards_of(self.text_bytes)
+        return self._splits
+
+    def read(self, shards: Sequence[int] | None = None) -> Iterator[ReadRecord[R]]:
+        """Yield the records in the order of the source, without bad ones and those of no split.
+
+        Args:
+            shards: the numbers of the shards whose records are needed; ``None`` for all.
+
+        Raises:
+            UserError: if a record is bad and must not be skipped, or if the number of records is
+                another one than in the pass before.
+        """
+        splits = self.divide()
+        is_used = splits["train"] | splits["eval"]
+        if shards is not None:
+            is_wanted = np.zeros(len(is_used), bool)
+            for number in shards:
+                is_wanted[self.shards[number].start : self.shards[number].stop] = True
+            is_used &= is_wanted
         count = 0
+        for number, (place, fields) in enumerate(self._fields()):
+            count += 1
+            if number >= len(is_used) or not is_used[number] or number in self.bad:
+                continue
+            try:
+                record = self.read_fields(fields)
+            except BadRecord as error:
+                self.refuse(number, place, error)
+                continue
+            yield ReadRecord(number, place, record)
+        if count != len(is_used):
+            raise UserError(
+                f"{self.source.flag} {self.source.name}: the number of records changed while they "
+                "were read; start again when nothing writes to the data."
+            )
+
+    def read_shards(self, numbers: Sequence[int]) -> Iterator[tuple[int, Iterator[ReadRecord[R]]]]:
+        """Yield each of some shards with its records, in one pass. They must be read in turn."""
+        if not numbers:
+            return
+        records = self.read(numbers)
+        waiting = next(records, None)
+
+        def records_before(stop: int) -> Iterator[ReadRecord[R]]:
+            nonlocal waiting
+            while waiting is not None and waiting.number < stop:
+                yield waiting
+                waiting = next(records, None)
+
+        for number in numbers:
+            yield number, records_before(self.shards[number].stop)
+
+    def _fields(self) -> Iterator[Record]:
+        """Yield the fields of all records, and show how many there have been."""
         records = tqdm(
             self.source.records(self.field),
             desc="reading",
@@ -120,30 +181,9 @@ class Records(Generic[R]):
             leave=False,
             disable=not can_show_bars(),
         )
-        for number, (place, fields) in enumerate(records):
+        for record in records:
             check_interrupt()
-            count += 1
-            if is_used is not None and (number >= len(is_used) or not is_used[number]):
-                continue
-            try:
-                record = self.read_fields(fields)
-            except BadRecord as error:
-                self.refuse(number, place, error)
-                measures.extend((np.nan, 0))
-                continue
-            if is_used is None:
-                content, size = self.measure(record)
-                hash_bits = int.from_bytes(hashlib.sha256(content).digest()[:6], "big")
-                measures.extend((hash_bits / 2**48, size))  # the hash as a number in [0, 1)
-            yield ReadRecord(number, place, record)
-
-        if is_used is None:
-            self._splits = self._splits_of(*np.array(measures).reshape(-1, 2).T)
-        elif count != len(is_used):
-            raise UserError(
-                f"{self.source.flag} {self.source.name}: the number of records changed while they "
-                "were read; start again when nothing writes to the data."
-            )
+            yield record
 
     def texts(self, split: Split | None = None) -> Iterator[str]:
         """Yield all texts in one split, or in both."""
@@ -166,13 +206,19 @@ class Records(Generic[R]):
         hashed = record.prompt or record.messages  # the latter if it begins with an answer
         return json_text(hashed, sort_keys=True, default=str).encode(), 1
 
-    def parts(self) -> Iterator[tuple[int, Split | None, str]]:
-        """Read the records, and yield the texts of their messages.
+    def text_bytes_of(self, fields: Fields, content: bytes) -> int:
+        """Return the size of a record for the borders of shards, given what it is hashed by."""
+        return len(json_text(fields, default=str))
+
+    def parts(
+        self, records: Iterable[ReadRecord[R]] | None = None
+    ) -> Iterator[tuple[int, Split | None, str]]:
+        """Yield the texts of the messages of records; by default of all.
 
         Yields:
             The number of the record, the split of the text if the record is cut, and the text.
         """
-        for read in self.read():
+        for read in self.read() if records is None else records:
             record: Any = read.record
             for message in record.messages:
                 # Tokenizers cannot take half of a surrogate pair. Rendering reports its line.
@@ -233,38 +279,50 @@ class Documents(Records[str]):
         """Return a document, and the number of its characters."""
         return record.encode(), len(record)
 
-    def parts(self) -> Iterator[tuple[int, Split | None, str]]:
-        """Yield the documents. The longest one and its copies come last, because they may be cut.
+    def text_bytes_of(self, fields: Fields, content: bytes) -> int:
+        """Return the UTF-8 bytes of a document."""
+        return len(content)
+
+    def parts(
+        self, records: Iterable[ReadRecord[str]] | None = None
+    ) -> Iterator[tuple[int, Split | None, str]]:
+        """Yield documents; by default all.
 
         Yields:
             The number of the document, and its text; twice if it is cut, with each split.
         """
-        longest = ""
-        copies: list[int] = []  # the numbers of these documents
-        for number, _, text in self.read():
-            if len(text) > len(longest):
-                for copy in copies:
-                    yield copy, None, longest
-                longest = text
-                copies = []
-            if text == longest:
-                copies.append(number)
+        is_eval = self.divide()["eval"]
+        for number, _, text in self.read() if records is None else records:
+            if self.is_cut and is_eval[number]:
+                train_length = int(len(text) * (1 - self.eval_fraction))
+                yield number, "train", text[:train_length]
+                yield number, "eval", text[train_length:]
             else:
                 yield number, None, text
-
-        train_length = int(len(longest) * (1 - self.eval_fraction))
-        for copy in copies:
-            if self.is_cut:
-                yield copy, "train", longest[:train_length]
-                yield copy, "eval", longest[train_length:]
-            else:
-                yield copy, None, longest
 
     def choose_eval(self, hashes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Choose the end of the longest document, and of its copies."""
         self.is_cut = True
         is_eval: np.ndarray = hashes == hashes[np.argmax(sizes)]
         return is_eval
+
+
+def shards_of(text_bytes: np.ndarray) -> list[range]:
+    """Divide records into shards of 100,000 records or 256 MiB, whichever comes first.
+
+    Args:
+        text_bytes: float64 [records], the size of each.
+    """
+    shards = []
+    start = 0
+    before = np.cumsum(text_bytes) - text_bytes  # bytes before each record
+    while start < len(before):
+        # Bytes of the shard before each record that it may have.
+        sizes = before[start : start + SHARD_RECORDS] - before[start]
+        stop = start + int(np.searchsorted(sizes, SHARD_BYTES))
+        shards.append(range(start, stop))
+        start = stop
+    return shards
 
 
 def records_of(

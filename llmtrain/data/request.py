@@ -4,6 +4,7 @@ Flags that do not fit each other or the first records are reported here, before 
 """
 
 import copy
+import functools
 from dataclasses import asdict
 from typing import Literal
 
@@ -17,12 +18,12 @@ from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.readers import Source
 from llmtrain.data.sources import requested_sources
 from llmtrain.errors import UserError
-from llmtrain.files import digest
+from llmtrain.files import JsonObject, digest
 from llmtrain.interfaces.model import PackingSupport
 
 # The version of a cache entry's content. Raise it when the content changes: all entries are then
 # made again.
-_FORMAT_VERSION = 14
+FORMAT_VERSION = 15
 
 
 class DataRequest:
@@ -114,6 +115,11 @@ class DataRequest:
 
     def digest(self) -> str:
         """Return a hash of everything that the rows depend on, the name of their cache entry."""
+        return digest(self.content)[:32]
+
+    @functools.cached_property
+    def content(self) -> JsonObject:
+        """Everything that the rows depend on."""
         config = self.config
         tokenizer = self.spec if self.tokenizer is None else tok.digest(self.tokenizer)
         sources = [
@@ -126,8 +132,8 @@ class DataRequest:
             del rendering["dataset_num_proc"]  # the rows are the same from any number of processes
             if self.chat.chat_template:  # its file may change, or be moved
                 rendering["chat_template"] = tok.template_text(self.chat.chat_template)
-        content = {
-            "format": _FORMAT_VERSION,
+        return {
+            "format": FORMAT_VERSION,
             "max_length": self.max_length,
             "max_positions": self.max_positions if self.max_length == "auto" else None,
             "eval_fraction": None if config.has_own_eval_data else config.eval_fraction,
@@ -140,7 +146,6 @@ class DataRequest:
             "rendering": rendering,
             "unpaired": self.unpaired,
         }
-        return digest(content)[:32]
 
 
 def _with_packing(chat: RowConfig, support: PackingSupport) -> RowConfig:

@@ -4,18 +4,28 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.audit import Audit, total_audit
 from llmtrain.data.order import BATCHES_PER_MEGABATCH, Mixture
-from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS, Rows, TokenRows, as_matrices
-from llmtrain.data.readers import kind_of
+from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
+from llmtrain.data.readers import Split, kind_of
+from llmtrain.data.shards import ArrayRows, Shard, TokenRows
 from llmtrain.errors import UserError
 from llmtrain.files import damaged_files, read_patiently, read_sealed
 from llmtrain.interfaces.batches import IGNORED
 from llmtrain.model_folders import vocabulary_of
 
+if TYPE_CHECKING:
+    import datasets
+
+GivenRows: TypeAlias = "TokenRows | datasets.Dataset"
+
+MANIFEST = "manifest.json"  # of a set, which is complete if it has one
+_MEASURED_ROWS = 1024  # that are read at a time
 _WRONG_COLUMNS = (
     f"Tokenized.of: {', '.join(TOKEN_COLUMNS)} must be lists of integers, all of one length; pad "
     "or pack them."
@@ -141,9 +151,21 @@ def metadata_of(
     )
 
 
+class SourceRows(NamedTuple):
+    """The rows that a split has of a source.
+
+    Attributes:
+        audit: their counts and hashes.
+        shards: the rows, without empty shards.
+    """
+
+    audit: Audit
+    shards: list[Shard]
+
+
 @dataclass
 class Tokenized:
-    """Memory-mapped rows of tokens, and the tokenizer that made them.
+    """Rows of tokens, and the tokenizer that made them.
 
     Attributes:
         train: the training rows; the eval rows if there is no training data.
@@ -156,6 +178,7 @@ class Tokenized:
         in_order: draw the rows in the stored order instead of a permutation.
         eval_names: the names of the data sets that the eval rows may come from.
         decided: the values that :func:`llmtrain.tokenize` has chosen for flags, by their names.
+        sources: the rows of a set, by split and source.
     """
 
     train: TokenRows
@@ -167,6 +190,7 @@ class Tokenized:
     in_order: bool = False
     eval_names: Sequence[str] = ()
     decided: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[Split, Sequence[SourceRows]] = field(default_factory=dict)
 
     @property
     def vocabulary(self) -> int:
@@ -210,45 +234,56 @@ class Tokenized:
         return len(self.train[0]["input_ids"]) - 1
 
     @classmethod
-    def open(cls, folder: Path) -> "Tokenized":
-        """Return the rows of a cache entry.
+    def open(cls, folder: Path, check: bool = False) -> "Tokenized":
+        """Return the rows of a set.
+
+        Args:
+            folder: the folder of the set, which may be a cache entry.
+            check: compare all blocks of its shards with their hashes now.
 
         Raises:
             OSError: if it does not exist, or if a file is absent or damaged.
+            DamagedRowsError: if a block differs from its hash.
             UserError: if its disk fails, which is no damage, or if its tokenizer cannot be loaded.
         """
-        facts_path = folder / "facts.json"
-        facts_path.stat()  # raises OSError if there is no such file
-        facts = read_sealed(facts_path)
-        if not facts:
-            raise OSError("facts.json differs from its hash")
-        damaged = read_patiently(folder, lambda: damaged_files(folder, facts["files"]))
+        manifest_path = folder / MANIFEST
+        manifest_path.stat()  # raises OSError if there is no such file
+        manifest = read_sealed(manifest_path)
+        if not manifest:
+            raise OSError(f"{MANIFEST} differs from its hash")
+        damaged = read_patiently(folder, lambda: damaged_files(folder, manifest["tokenizer"]))
         if damaged:
             raise OSError(f"{' '.join(damaged)} differs from its hash")
 
-        metadata = DataMetadata(**facts["metadata"])
-        if facts["metadata"]["audit"]:
-            metadata.audit = Audit(**facts["metadata"]["audit"])
-        if facts["metadata"]["eval_audit"]:
-            metadata.eval_audit = Audit(**facts["metadata"]["eval_audit"])
+        metadata = DataMetadata(**manifest["metadata"])
+        sources: dict[Split, list[SourceRows]] = {"train": [], "eval": []}
+        for split, entries in sources.items():
+            for entry in manifest[split]:
+                shards = [Shard(folder, facts) for facts in entry["shards"] if facts["rows"]]
+                entries.append(SourceRows(Audit(**entry["audit"]), shards))
+                for shard in shards if check else ():
+                    shard.file.check()
+        metadata.audit = total_audit([source.audit for source in sources["train"]])
+        metadata.eval_audit = total_audit([source.audit for source in sources["eval"]])
         metadata.cache_entry = folder.name
-        train_files = [folder / f"train-{i}.arrow" for i in range(len(metadata.source_rows))]
-        eval_files = [folder / f"eval-{i}.arrow" for i in range(len(metadata.eval_source_rows))]
+        train = rows_of(sources["train"])
+        eval = rows_of(sources["eval"])
         return cls(
-            train=TokenRows.open(train_files or eval_files),
-            eval=TokenRows.open(eval_files) if metadata.eval_rows else None,
+            train=train or eval,
+            eval=eval or None,
             tokenizer=tok.load_tokenizer(
                 str(folder / "tokenizer"), trained=tok.is_trained(metadata.tokenizer)
             ),
             metadata=metadata,
+            sources=sources,
         )
 
     @classmethod
     def of(
         cls,
-        train: Rows,
+        train: GivenRows,
         tokenizer: "tok.FastTokenizer | None",
-        eval: "Rows | None" = None,
+        eval: "GivenRows | None" = None,
         in_order: bool = False,
     ) -> "Tokenized":
         """Take rows that were tokenised elsewhere.
@@ -293,6 +328,11 @@ class Tokenized:
         return cls(splits[0], eval_rows, tokenizer, metadata, in_order=in_order)
 
 
+def rows_of(sources: Sequence[SourceRows]) -> TokenRows:
+    """Return the rows of a split, one source after the other."""
+    return TokenRows([shard for source in sources for shard in source.shards])
+
+
 def short_names(names: Sequence[str]) -> Sequence[str]:
     """Return the names of data sets without folders and suffixes, if these differ."""
     paths = [Path(name).absolute() for name in names]
@@ -303,29 +343,37 @@ def short_names(names: Sequence[str]) -> Sequence[str]:
 # --- rows that were tokenised elsewhere
 
 
-def _as_token_rows(rows: Rows) -> TokenRows:
+def _as_token_rows(rows: GivenRows) -> TokenRows:
     """Return the columns of rows that a run reads.
 
     Raises:
         UserError: if they are no lists of integers, have gaps, or have several lengths.
     """
+    if isinstance(rows, TokenRows):
+        return rows
+
     import pyarrow
     from pyarrow.compute import list_value_length
 
-    table = rows.data if isinstance(rows, TokenRows) else rows.with_format("arrow")[:]
+    table = rows.with_format("arrow")[:]
     table = table.select([name for name in TOKEN_COLUMNS if name in table.column_names])
     lengths: set[int | None] = set()
-    kinds: set[str] = set()
+    chunks: list[dict[str, np.ndarray]] = [{} for _ in range(table.column(0).num_chunks)]
     try:
-        for column in table.columns:
+        for name in table.column_names:
+            column = table.column(name)
             lengths.update(list_value_length(column).unique().to_pylist())
-            kinds.update(matrix.dtype.kind for matrix in as_matrices(column))
+            for chunk, arrays in zip(column.chunks, chunks, strict=True):
+                values = np.from_dlpack(chunk.flatten())  # to_numpy() would import pandas
+                arrays[name] = values.reshape(len(chunk), -1 if len(chunk) else 1)
     except (pyarrow.ArrowException, ValueError):
         raise UserError(_WRONG_COLUMNS) from None
     is_too_short = bool(lengths & {None, 0, 1})
+    kinds = {array.dtype.kind for arrays in chunks for array in arrays.values()}
     if len(lengths) != 1 or is_too_short or kinds != {"i"} or "input_ids" not in table.column_names:
         raise UserError(_WRONG_COLUMNS)
-    return TokenRows(table)
+    # Chunks are no shards: the order of rows does not depend on them.
+    return TokenRows([TokenRows([ArrayRows(arrays) for arrays in chunks])])
 
 
 def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None" = None) -> tuple[Audit, int]:
@@ -339,9 +387,14 @@ def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None" = None) -> t
     """
     digest = hashlib.sha256()
     largest = 0
+    targets = 0
+    target_bytes = 0
+    label_column = "labels" if "labels" in rows.column_names else "input_ids"
     for name in rows.column_names:
         digest.update(name.encode())
-        for matrix in as_matrices(rows.data.column(name)):
+        for start in range(0, len(rows), _MEASURED_ROWS):
+            numbers = np.arange(start, min(start + _MEASURED_ROWS, len(rows)))
+            matrix = rows.read(numbers)[name]
             digest.update(matrix.astype("<i4").tobytes())
             if ((matrix < 0) & (matrix != IGNORED)).any():
                 raise UserError(
@@ -349,16 +402,13 @@ def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None" = None) -> t
                 )
             if name != "position_ids":
                 largest = max(largest, int(matrix.max()))
+            if name == label_column:
+                labels = matrix[:, 1:][matrix[:, 1:] != IGNORED]
+                targets += len(labels)
+                if tokenizer is not None:
+                    text = tokenizer.backend_tokenizer.decode(labels.tolist())
+                    target_bytes += len(text.encode())
 
-    targets = 0
-    target_bytes = 0
-    label_column = "labels" if "labels" in rows.column_names else "input_ids"
-    for matrix in as_matrices(rows.data.column(label_column)):
-        labels = matrix[:, 1:][matrix[:, 1:] != IGNORED]
-        targets += len(labels)
-        if tokenizer is not None:
-            text = tokenizer.backend_tokenizer.decode(labels.tolist())
-            target_bytes += len(text.encode())
     stats = Audit(
         records=len(rows),
         rows=len(rows),

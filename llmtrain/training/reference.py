@@ -20,7 +20,7 @@ from tqdm import tqdm
 from llmtrain.console import can_show_bars, say
 from llmtrain.data.loader import LocalBatches
 from llmtrain.data.order import Slot
-from llmtrain.data.packing import TokenRows
+from llmtrain.data.shards import TokenRows
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, digest, read_sealed, write_sealed
@@ -120,7 +120,7 @@ def _with_column(ranks: Ranks, folder: Path, rows: TokenRows, bundle: ModelBundl
     reshard(model)
     model.train(was_training)
 
-    return _append_column(rows, np.concatenate([values[chunk] for chunk in chunks]))
+    return rows.with_column("reference", np.concatenate([values[chunk] for chunk in chunks]))
 
 
 def _compute(ranks: Ranks, batches: LocalBatches, chunk: range, bundle: ModelBundle) -> np.ndarray:
@@ -155,17 +155,3 @@ def _read(path: Path) -> np.ndarray | None:
 def _write(path: Path, values: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_sealed(path, {"values": values.tolist()})
-
-
-def _append_column(rows: TokenRows, values: np.ndarray) -> TokenRows:
-    """Add a column of ``values`` [rows, size] to rows, in the chunks of the other columns."""
-    import pyarrow
-
-    column_type = pyarrow.list_(pyarrow.float32(), values.shape[1])
-    ends = np.cumsum([len(part) for part in rows.data.column(0).chunks])
-    parts = [
-        pyarrow.FixedSizeListArray.from_arrays(part.ravel(), type=column_type)
-        for part in np.split(values, ends[:-1])
-    ]
-    column = pyarrow.chunked_array(parts, column_type)
-    return TokenRows(rows.data.append_column("reference", column))

@@ -1,0 +1,308 @@
+"""Shards: files of rows, whose blocks are compared with their hashes when they are first read.
+
+A shard is a safetensors file with a tensor [rows, ...] for each column, so any program can read it.
+Its hashes are in the manifest of its set. A token or a position takes 16 bits if all of them fit,
+else 32. The label -100 is stored modulo 2**16 or 2**32.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from llmtrain.errors import DamagedRowsError
+from llmtrain.files import ABSENCES, JsonObject, errors_name, json_text, read_patiently
+from llmtrain.interfaces.batches import IGNORED
+
+BLOCK_BYTES = 1 << 20
+# The dtypes of columns, as safetensors names them.
+_SAFETENSORS_DTYPES = {
+    "uint16": "U16",
+    "uint32": "U32",
+    "int32": "I32",
+    "float16": "F16",
+    "float32": "F32",
+}
+
+RowWriter: TypeAlias = Callable[[Mapping[str, np.ndarray]], None]
+
+
+class Column(NamedTuple):
+    """What a row has in a column.
+
+    Attributes:
+        dtype: the dtype in the file.
+        shape: of the values of a row: ``[length]``, or ``[length, k]``.
+    """
+
+    dtype: str
+    shape: Sequence[int]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+
+
+def token_dtype(count: int) -> str:
+    """Return the smallest dtype that holds ``range(count)`` and -100."""
+    return "uint16" if count <= IGNORED % (1 << 16) else "uint32"
+
+
+class Rows(Protocol):
+    """Rows that can be read in any order."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return rows by column, [n, ...], given their numbers, int64 [n]."""
+
+
+class ArrayRows:
+    """Rows in memory, or in memory-mapped arrays.
+
+    Args:
+        columns: arrays [rows, ...], by name.
+    """
+
+    def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return rows by column; see :class:`Rows`."""
+        return {name: column[rows] for name, column in self.columns.items()}
+
+
+class TokenRows:
+    """The rows of several shards, one after the other.
+
+    Args:
+        shards: the shards, which have the same columns.
+
+    Attributes:
+        shard_rows: the number of rows of each shard.
+    """
+
+    def __init__(self, shards: Sequence[Rows]) -> None:
+        self.shards = shards
+        self.shard_rows = [len(shard) for shard in shards]
+        self._ends = np.cumsum(self.shard_rows)
+
+    def __len__(self) -> int:
+        return sum(self.shard_rows)
+
+    def __getitem__(self, row: int) -> dict[str, list[Any]]:
+        columns = self.read(np.array([row]))
+        return {name: column[0].tolist() for name, column in columns.items()}
+
+    @property
+    def column_names(self) -> list[str]:
+        """The names of the columns."""
+        first = np.arange(min(len(self), 1))
+        return [*self.read(first)]
+
+    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return rows by column; see :class:`Rows`."""
+        numbers = np.searchsorted(self._ends, rows, side="right")
+        columns: dict[str, np.ndarray] = {}
+        for number in np.unique(numbers).tolist():
+            shard = self.shards[number]
+            is_in = numbers == number
+            first_row = self._ends[number] - len(shard)
+            for name, values in shard.read(rows[is_in] - first_row).items():
+                if name not in columns:
+                    columns[name] = np.empty((len(rows), *values.shape[1:]), values.dtype)
+                columns[name][is_in] = values
+        return columns
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a column of all rows."""
+        return np.concatenate([shard.read(np.arange(len(shard)))[name] for shard in self.shards])
+
+    def with_column(self, name: str, values: np.ndarray) -> "TokenRows":
+        """Return the rows with a further column in memory, [rows, ...]."""
+        parts = np.split(values, self._ends[:-1])
+        return TokenRows(
+            [_WithColumn(shard, name, part) for shard, part in zip(self.shards, parts, strict=True)]
+        )
+
+
+class _WithColumn:
+    """Rows with a further column [rows, ...]."""
+
+    def __init__(self, rows: Rows, name: str, values: np.ndarray) -> None:
+        self.rows = rows
+        self.name = name
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        return {**self.rows.read(rows), self.name: self.values[rows]}
+
+
+class CheckedFile:
+    """A file whose blocks of 1 MiB are compared with their hashes when they are first read.
+
+    Args:
+        path: the file.
+        blocks: the sha256 of each block, in hexadecimal digits.
+    """
+
+    def __init__(self, path: Path, blocks: Sequence[str]) -> None:
+        self.path = path
+        self.blocks = blocks
+        self._is_checked = np.zeros(len(blocks), bool)
+
+    def pieces(self, starts: np.ndarray, size: int) -> np.ndarray:
+        """Return pieces of the file, uint8 [n, size], that begin at ``starts``, int64 [n].
+
+        Raises:
+            DamagedRowsError: if a block differs from its hash, or if the file is gone.
+            UserError: if the disk fails.
+        """
+        try:
+            return read_patiently(self.path, lambda: self._pieces(starts, size))
+        except (*ABSENCES, PermissionError) as error:
+            raise DamagedRowsError(f"{self.path}: {error.strerror}; put the file back.") from None
+
+    def check(self) -> None:
+        """Compare all blocks with their hashes; see :meth:`pieces`."""
+        self.pieces(np.arange(len(self.blocks)) * BLOCK_BYTES, size=0)
+
+    def _pieces(self, starts: np.ndarray, size: int) -> np.ndarray:
+        pieces = np.empty((len(starts), size), np.uint8)
+        with self.path.open("rb", buffering=0) as file:
+            for piece, start in zip(pieces, starts.tolist(), strict=True):
+                first_block = start // BLOCK_BYTES
+                last_block = max(start + size - 1, start) // BLOCK_BYTES
+                for block in range(first_block, last_block + 1):
+                    self._check_block(file.fileno(), block)
+                if os.preadv(file.fileno(), [piece.data], start) < size:
+                    raise DamagedRowsError(f"{self.path} has become shorter; put the file back.")
+        return pieces
+
+    def _check_block(self, handle: int, block: int) -> None:
+        if self._is_checked[block]:
+            return
+        content = os.pread(handle, BLOCK_BYTES, block * BLOCK_BYTES)
+        if hashlib.sha256(content).hexdigest() != self.blocks[block]:
+            raise DamagedRowsError(
+                f"{self.path} differs from its hash in the MiB from byte {block * BLOCK_BYTES:,}; "
+                "copy the file again, or make the rows again."
+            )
+        self._is_checked[block] = True
+
+
+class Shard:
+    """The rows of a file in a folder.
+
+    Args:
+        folder: the folder.
+        facts: what :func:`facts_of` returned for the file.
+
+    Raises:
+        OSError: if the file is absent, or if its size is another one.
+    """
+
+    def __init__(self, folder: Path, facts: JsonObject) -> None:
+        path = folder / facts["file"]
+        self.file = CheckedFile(path, facts["blocks"])
+        self.rows: int = facts["rows"]
+        self.columns = {name: Column(*column) for name, column in facts["columns"].items()}
+        # The header comes before the columns.
+        columns_bytes = self.rows * sum(column.row_bytes for column in self.columns.values())
+        self._first_byte = facts["bytes"] - columns_bytes
+        blocks = -(-facts["bytes"] // BLOCK_BYTES)
+        is_possible = self._first_byte > 0 and len(facts["blocks"]) == blocks
+        if not is_possible or path.stat().st_size != facts["bytes"]:
+            raise OSError(f"{path.name} has another size than its rows")
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return rows by column; see :class:`Rows`."""
+        columns = {}
+        first_byte = self._first_byte
+        for name, column in self.columns.items():
+            pieces = self.file.pieces(first_byte + rows * column.row_bytes, column.row_bytes)
+            values = pieces.view(np.dtype(column.dtype).newbyteorder("<"))
+            values = values.reshape(len(rows), *column.shape)
+            if values.dtype.kind == "u":
+                is_ignored = values == IGNORED % (1 << 8 * values.itemsize)
+                values = np.where(is_ignored, IGNORED, values.astype(np.int64))
+            columns[name] = values
+            first_byte += self.rows * column.row_bytes
+        return columns
+
+
+@contextlib.contextmanager
+def create_shard(path: Path, columns: Mapping[str, Column], rows: int) -> Iterator[RowWriter]:
+    """Create a file of rows, and yield a function that appends rows to it.
+
+    The function takes the values of each column, [n, ...], by the column's name.
+
+    Args:
+        path: the file.
+        columns: the columns.
+        rows: the number of rows that will be written.
+    """
+    header = {}
+    next_byte = {}  # of each column
+    first_byte = 0
+    for name, column in columns.items():
+        stop = first_byte + rows * column.row_bytes
+        header[name] = {
+            "dtype": _SAFETENSORS_DTYPES[column.dtype],
+            "shape": [rows, *column.shape],
+            "data_offsets": [first_byte, stop],
+        }
+        next_byte[name] = first_byte
+        first_byte = stop
+    header_text = json_text(header).encode()
+    header_text = header_text.ljust(-(-len(header_text) // 8) * 8)
+
+    with errors_name(path), path.open("wb") as file:
+        file.write(len(header_text).to_bytes(8, "little") + header_text)
+
+        def write(values: Mapping[str, np.ndarray]) -> None:
+            for name, column in columns.items():
+                stored = values[name].astype(np.dtype(column.dtype).newbyteorder("<"), order="C")
+                file.seek(8 + len(header_text) + next_byte[name])
+                next_byte[name] += file.write(stored.tobytes())
+
+        yield write
+
+
+def facts_of(path: Path) -> JsonObject:
+    """Return the name, size and hashes of a shard, with the number of its rows and its columns."""
+    digest = hashlib.sha256()
+    blocks = []
+    with path.open("rb", buffering=0) as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_bytes))
+        file.seek(0)
+        while content := file.read(BLOCK_BYTES):
+            digest.update(content)
+            blocks.append(hashlib.sha256(content).hexdigest())
+
+    dtypes = {name: dtype for dtype, name in _SAFETENSORS_DTYPES.items()}
+    columns = {name: [dtypes[entry["dtype"]], entry["shape"][1:]] for name, entry in header.items()}
+    return {
+        "file": path.name,
+        "bytes": path.stat().st_size,
+        "sha256": digest.hexdigest(),
+        "blocks": blocks,
+        "rows": next(iter(header.values()))["shape"][0],
+        "columns": columns,
+    }
