@@ -137,11 +137,13 @@ def _data_of_run(history: History) -> _Data:
         UserError: if they are not there. The message has a command that makes them again.
     """
     from llmtrain.data.order import Mixture
+    from llmtrain.data.sources import is_set
     from llmtrain.data.tokenized import Tokenized
 
     fingerprint = _fingerprint_of(history)
     # The name is empty if the recipe made its rows itself.
-    entry = cache_folder() / Path(str(history.record.get("cache_entry", ""))).name
+    name = str(history.record.get("cache_entry", ""))
+    entry = Path(name) if is_set(name) else cache_folder() / Path(name).name
     try:
         rows = Tokenized.open(entry)
     except OSError:

@@ -29,9 +29,9 @@ from llmtrain.data.examples import EncodedChats, EncodedPairs
 from llmtrain.data.readers import Source, Split
 from llmtrain.data.records import SHARD_BYTES, SHARD_RECORDS, Documents, records_of
 from llmtrain.data.render import AnyRenderer, PromptCompletionRenderer, Renderer
-from llmtrain.data.request import FORMAT_VERSION, DataRequest
+from llmtrain.data.request import DataRequest
 from llmtrain.data.shards import facts_of
-from llmtrain.data.tokenized import MANIFEST, Tokenized, metadata_of
+from llmtrain.data.tokenized import FORMAT_VERSION, MANIFEST, Tokenized, metadata_of
 from llmtrain.errors import DamagedRowsError, UserError, as_user_error, first_line
 from llmtrain.files import (
     JsonObject,
@@ -73,7 +73,7 @@ def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
                 if (folder / MANIFEST).exists():
                     note(f"{folder}: {first_line(error)}; its rows are made again")
                     shutil.rmtree(folder)
-            names = " ".join(source.name for source in request.sources)
+            names = " ".join(source.name for source in request.recorded)
             say("data", f"reading and tokenising {names}", sys.stderr)
             try:
                 maker = SetMaker(folder, request)
@@ -106,7 +106,7 @@ class SetMaker:
         self.request = request
         self.readers = [
             records_of(source, request.config, request.chat, request.unpaired)
-            for source in request.sources
+            for source in request.recorded
         ]
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer = request.tokenizer or self._trained_tokenizer()
@@ -228,8 +228,7 @@ class SetMaker:
     def _write(self, source: int, number: int, shard: EncodedShard, length: int) -> None:
         """Write the files of a shard, and then its facts."""
         facts: JsonObject = {"set": self.request.digest()}
-        only_split = self.request.sources[source].only_split
-        for split in ("train", "eval") if only_split is None else (only_split,):
+        for split in self.request.recorded[source].splits:
             path = self.folder / f"{split}-{source}-{number:05}.safetensors"
             working = path.with_name(f".tmp-{path.name}")
             audit = shard.write(working, split, length, self.vocabulary)
@@ -247,7 +246,7 @@ class SetMaker:
         request = self.request
         splits: dict[str, list[JsonObject]] = {"train": [], "eval": []}
         audits: dict[str, list[Audit]] = {"train": [], "eval": []}
-        for number, (source, reader) in enumerate(zip(request.sources, self.readers, strict=True)):
+        for number, (source, reader) in enumerate(zip(request.recorded, self.readers, strict=True)):
             reader.divide()
             shards = [self._facts(number, shard) for shard in range(len(reader.shards))]
             missing = [str(shard + 1) for shard, facts in enumerate(shards) if not facts]
@@ -257,7 +256,7 @@ class SetMaker:
                     f"{is_or_are(len(missing))} missing, such as number {missing[0]}; make all "
                     "parts, and then finish."
                 )
-            for split in ("train", "eval") if source.only_split is None else (source.only_split,):
+            for split in source.splits:
                 files = [facts[split] for facts in shards]
                 audit = total_of_shards([Audit(**file.pop("audit")) for file in files])
                 _check_split(source, split, audit, length, request)

@@ -64,6 +64,7 @@ class Source:
         only_split: the split of all records; ``None`` to divide them.
         needs_template: whether the records are more than prompts with texts as completions. The
             first one decides. Text has no prompts, and needs no template.
+        rows: the rows of a set that was prepared before, which has no records.
     """
 
     name: str
@@ -75,6 +76,12 @@ class Source:
     format: str = "text"
     only_split: Split | None = None
     needs_template: bool = False
+    rows: Any = None  # a Tokenized
+
+    @property
+    def splits(self) -> Sequence[Split]:
+        """The splits that the source has rows in."""
+        return ("train", "eval") if self.only_split is None else (self.only_split,)
 
     @functools.cached_property
     def first(self) -> Record | None:

@@ -6,6 +6,7 @@ Flags that do not fit each other or the first records are reported here, before 
 import copy
 import functools
 from dataclasses import asdict
+from pathlib import Path
 from typing import Literal
 
 from llmtrain.config.flags import flags_of
@@ -17,13 +18,10 @@ from llmtrain.data.order import counts_per_period
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.readers import Source
 from llmtrain.data.sources import requested_sources
+from llmtrain.data.tokenized import FORMAT_VERSION
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject, digest
 from llmtrain.interfaces.model import PackingSupport
-
-# The version of a cache entry's content. Raise it when the content changes: all entries are then
-# made again.
-FORMAT_VERSION = 15
 
 
 class DataRequest:
@@ -43,6 +41,7 @@ class DataRequest:
 
     Attributes:
         sources: the data sets to train on, then those to evaluate on.
+        recorded: those that are no prepared sets, but have records.
         train_names: the names of the data sets to train on.
         spec: the value of ``--tokenizer``.
         tokenizer: the tokenizer with its chat template; ``None`` to train one on the data.
@@ -88,6 +87,17 @@ class DataRequest:
         if not self.sources:
             raise UserError("there are no data: name a data set with --dataset.")
         _check_record_flags(config, self.sources, chat, max_length)
+        self.tokenizer: tok.FastTokenizer | None = None
+        self.recorded = [source for source in self.sources if source.rows is None]
+        sets = [source for source in self.sources if source.rows is not None]
+        if sets and tok.is_trained(self.spec):
+            if config.is_set("tokenizer"):
+                raise UserError(
+                    f"--tokenizer {self.spec} is trained on the data, and {sets[0].name} is "
+                    "tokenised already; leave the flag out."
+                )
+            self.spec = str(Path(sets[0].name).expanduser() / "tokenizer")
+            self.tokenizer = copy.copy(sets[0].rows.tokenizer)
         self.train_names = [each.name for each in self.sources if each.only_split != "eval"]
 
         self.chat: RowConfig | None = None
@@ -101,17 +111,54 @@ class DataRequest:
             last_column = TOKEN_COLUMNS[-1] if self.chat.is_packed else LENGTHS
             self.text_columns = [*TOKEN_COLUMNS[:-1], last_column]
 
-        self.tokenizer: tok.FastTokenizer | None = None
         self.new_tokens: list[int] = []
         self.stop_token_ids: list[int] = []
         if not tok.is_trained(self.spec):
-            self.tokenizer = tok.load_tokenizer(self.spec, trust_remote_code)
+            if self.tokenizer is None:
+                self.tokenizer = tok.load_tokenizer(self.spec, trust_remote_code)
             if self.chat is not None:
                 is_plain_text = not any(source.needs_template for source in self.sources)
                 self.new_tokens = tok.set_template(
                     self.tokenizer, self.chat.chat_template, is_plain_text
                 )
                 self.stop_token_ids = tok.stop_token_ids_of(self.spec)
+        for source in sets:
+            self._check_set(source)
+            self.max_length = source.rows.metadata.block_size
+
+    def _check_set(self, source: Source) -> None:
+        """Raise :class:`UserError` if a set has other rows than a run wants, given the flags."""
+        rows = source.rows
+        place = f"{source.flag} {source.name}"
+        assert self.tokenizer is not None, "that of the set, if the user named none"
+        if tok.digest(self.tokenizer) != rows.metadata.tokenizer_sha256:
+            raise UserError(
+                f"{place} was tokenised with another tokenizer or chat template than {self.spec}; "
+                "leave --tokenizer out, or make the set again."
+            )
+        length = rows.metadata.block_size
+        if self.max_length not in ("auto", length):
+            flag = "--max_length" if self.takes_conversations else "--block_size"
+            raise UserError(
+                f"{place} has rows of {length} tokens; set {flag} {length}, not {self.max_length}."
+            )
+
+        made_from = {**rows.made_from, **(rows.made_from["rendering"] or {})}
+        made_from["isolate_documents"] = "position_ids" in made_from["text_columns"]
+        configs = [self.config] if self.chat is None else [self.config, self.chat]
+        for config in configs:
+            for name, value in vars(config).items():
+                made_with = made_from.get(name, value)
+                # Some models cannot be trained on packed rows, or on shared prompts.
+                is_possible = value or name not in ("packing", "share_prompts")
+                is_given = config.is_set(name) and name not in ("columns", "chat_template")
+                if made_with != value and (is_given or not is_possible):
+                    raise UserError(
+                        f"{place} was made with --{name} {made_with}, and this run wants {value}; "
+                        "make the set again, or change the flag."
+                    )
+        if made_from["unpaired"] != self.unpaired:
+            raise UserError(f"{place} was made for another --loss_type; make the set again.")
 
     def digest(self) -> str:
         """Return a hash of everything that the rows depend on, the name of their cache entry."""
@@ -124,7 +171,7 @@ class DataRequest:
         tokenizer = self.spec if self.tokenizer is None else tok.digest(self.tokenizer)
         sources = [
             [each.fingerprint(), each.has_artificial_nulls, each.only_split, each.format]
-            for each in self.sources
+            for each in self.recorded
         ]
         rendering = None
         if self.chat is not None:

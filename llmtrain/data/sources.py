@@ -36,12 +36,15 @@ from llmtrain.data.readers import (
     numbered,
     visible_files,
 )
+from llmtrain.data.tokenized import MANIFEST, Tokenized
 from llmtrain.errors import UserError, first_line, hub_error
 from llmtrain.files import json_text, local_path
 
 if TYPE_CHECKING:
     import datasets
 
+# The format of records that make rows of a task.
+_FORMATS = {"text": "text", "conversations": "messages", "preferences": "pairs"}
 # What a recipe passes: a function that yields records, a datasets.Dataset, or a list.
 PythonRecords: TypeAlias = Callable[[], Iterable[str | Fields]] | Iterable[str | Fields]
 
@@ -97,7 +100,9 @@ def requested_sources(
             only_split = "train" if number < len(train) else "eval"
         format = _format_of(source, chat, unpaired)
         needs_template = format != "text"
-        if format in ("prompt_completion", *PREFERENCE_FORMATS) and source.first:
+        if source.rows is not None:
+            needs_template = source.needs_template
+        elif format in ("prompt_completion", *PREFERENCE_FORMATS) and source.first:
             needs_template = not is_plain_text(source.first.fields)
         requested.append(
             replace(source, format=format, only_split=only_split, needs_template=needs_template)
@@ -110,6 +115,14 @@ def _format_of(source: Source, chat: RowConfig | None, unpaired: bool) -> str:
 
     Records that are neither conversations nor preference data are ``text``.
     """
+    if source.rows is not None:
+        formats = ["pairs"] if isinstance(chat, PairConfig) else ["text", "messages"]
+        if source.format not in (["text"] if chat is None else formats):
+            raise UserError(
+                f"{source.flag} {source.name} is a set of {source.rows.metadata.task}, which this "
+                "recipe does not train on; use the recipe that it was made with."
+            )
+        return source.format
     if chat is None:
         return "text"
     if isinstance(chat, ChatConfig) and chat.format != "auto":
@@ -159,6 +172,9 @@ def open_source(name: str, config: DataConfig, is_eval: bool = False) -> Source:
         names = ", ".join(builtin.CORPORA)
         raise UserError(f"{flag} {name} does not exist; use one of {names}.")
 
+    if is_set(name):
+        return set_source(name, flag)
+
     split_source = functools.partial(_split_source, name, config, is_eval, flag)
     try:
         path = Path(local_path(name, f"{flag} ")).expanduser()
@@ -187,6 +203,39 @@ def open_source(name: str, config: DataConfig, is_eval: bool = False) -> Source:
             "of the hub as NAME@REVISION:CONFIGURATION."
         )
     return split_source(match[1], configuration=match[3], revision=match[2])
+
+
+# --- sets that were prepared before
+
+
+def is_set(name: str) -> bool:
+    """Return whether a name in ``--dataset`` is the folder of a set."""
+    return (Path(name).expanduser() / MANIFEST).is_file()
+
+
+def set_source(name: str, flag: str) -> Source:
+    """Return a set as a source of rows, which has no records.
+
+    Raises:
+        UserError: if the set is damaged.
+    """
+    try:
+        rows = Tokenized.open(Path(name).expanduser())
+    except OSError as error:
+        raise UserError(
+            f"{flag} {name}: {first_line(error)}; copy the set again, or make it again with "
+            "llmtrain tokenize."
+        ) from None
+    rows.metadata.cache_entry = str(Path(name).expanduser().resolve())
+    return Source(
+        name,
+        fingerprint=lambda: rows.metadata.data_sha256,
+        records=lambda _: iter(()),
+        flag=flag,
+        format=_FORMATS[rows.metadata.task],
+        needs_template=getattr(rows.tokenizer, "chat_template", None) is not None,
+        rows=rows,
+    )
 
 
 # --- data sets that ``datasets`` loads

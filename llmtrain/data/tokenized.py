@@ -15,7 +15,7 @@ from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.readers import Split, kind_of
 from llmtrain.data.shards import ArrayRows, Shard, TokenRows
 from llmtrain.errors import UserError
-from llmtrain.files import damaged_files, read_patiently, read_sealed
+from llmtrain.files import JsonObject, damaged_files, read_patiently, read_sealed
 from llmtrain.interfaces.batches import IGNORED
 from llmtrain.model_folders import vocabulary_of
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 GivenRows: TypeAlias = "TokenRows | datasets.Dataset"
 
 MANIFEST = "manifest.json"  # of a set, which is complete if it has one
+# The version of a set's content. Raise it when the content changes: the entries of the cache are
+# then made again.
+FORMAT_VERSION = 15
 _MEASURED_ROWS = 1024  # that are read at a time
 _WRONG_COLUMNS = (
     f"Tokenized.of: {', '.join(TOKEN_COLUMNS)} must be lists of integers, all of one length; pad "
@@ -179,6 +182,7 @@ class Tokenized:
         eval_names: the names of the data sets that the eval rows may come from.
         decided: the values that :func:`llmtrain.tokenize` has chosen for flags, by their names.
         sources: the rows of a set, by split and source.
+        made_from: what the rows of a set depend on; see :class:`llmtrain.data.request.DataRequest`.
     """
 
     train: TokenRows
@@ -191,6 +195,7 @@ class Tokenized:
     eval_names: Sequence[str] = ()
     decided: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[Split, Sequence[SourceRows]] = field(default_factory=dict)
+    made_from: JsonObject = field(default_factory=dict)
 
     @property
     def vocabulary(self) -> int:
@@ -251,6 +256,8 @@ class Tokenized:
         manifest = read_sealed(manifest_path)
         if not manifest:
             raise OSError(f"{MANIFEST} differs from its hash")
+        if manifest["format"] != FORMAT_VERSION:
+            raise OSError(f"format {manifest['format']} is of another version of llmtrain")
         damaged = read_patiently(folder, lambda: damaged_files(folder, manifest["tokenizer"]))
         if damaged:
             raise OSError(f"{' '.join(damaged)} differs from its hash")
@@ -276,6 +283,7 @@ class Tokenized:
             ),
             metadata=metadata,
             sources=sources,
+            made_from=manifest["made_from"],
         )
 
     @classmethod

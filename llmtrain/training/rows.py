@@ -12,7 +12,8 @@ from llmtrain.data.config import DataConfig, PairConfig, RowConfig
 from llmtrain.data.order import Mixture
 from llmtrain.data.prepare import cached_rows
 from llmtrain.data.request import DataRequest
-from llmtrain.data.sources import PythonRecords, records_source
+from llmtrain.data.sets import joined
+from llmtrain.data.sources import PythonRecords, is_set, records_source
 from llmtrain.data.tokenized import Tokenized, short_names
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model import PackingSupport
@@ -82,6 +83,8 @@ def tokenize(
         model.max_length = max_length or model.max_length
         model.fit_max_length()
         max_length = model.max_length
+        if not model.is_set("max_length") and any(map(is_set, data.dataset + data.eval_dataset)):
+            max_length = "auto"  # that of the set
         base = model.of_base()
         is_reward_model = preference is not None and preference.is_reward_model
         support = packing_support(base, is_reward_model=is_reward_model)
@@ -102,7 +105,9 @@ def tokenize(
         unpaired=unpaired or (preference is not None and preference.is_unpaired),
         max_positions=max_positions,
     )
-    entry, is_cached = cached_rows(request)
+    entry, is_cached = cached_rows(request) if request.recorded else (None, True)
+    if entry is None or request.recorded != request.sources:
+        entry = joined(request, entry)
     metadata = replace(
         entry.metadata, dataset=" ".join(request.train_names), tokenizer=request.spec
     )
@@ -138,6 +143,8 @@ def _describe(request: DataRequest, rows: Tokenized, is_cached: bool) -> None:
     """
     metadata = rows.metadata
     outcome = "from the cache" if is_cached else "tokenised"
+    if not request.recorded:
+        outcome = "prepared before"
     say(
         "data",
         f"{metadata.dataset or ' '.join(rows.eval_names)}: "
