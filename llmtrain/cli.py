@@ -40,6 +40,10 @@ GROUPS = {
             module="llmtrain.lab.commands.plan",
             summary="Predict the memory and the time of a run, without training anything.",
         ),
+        "tokenize": Command(
+            module="llmtrain.commands.tokenize",
+            summary="Make the rows that a recipe would train on, as a set for runs on any machine.",
+        ),
     },
     "Look at runs": {
         "compare": Command(

@@ -11,7 +11,7 @@ import hashlib
 import shutil
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
@@ -30,7 +30,7 @@ from llmtrain.data.readers import Source, Split
 from llmtrain.data.records import SHARD_BYTES, SHARD_RECORDS, Documents, records_of
 from llmtrain.data.render import AnyRenderer, PromptCompletionRenderer, Renderer
 from llmtrain.data.request import DataRequest
-from llmtrain.data.shards import facts_of
+from llmtrain.data.shards import facts_of, token_dtype
 from llmtrain.data.tokenized import FORMAT_VERSION, MANIFEST, Tokenized, metadata_of
 from llmtrain.errors import DamagedRowsError, UserError, as_user_error, first_line
 from llmtrain.files import (
@@ -77,7 +77,8 @@ def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
             say("data", f"reading and tokenising {names}", sys.stderr)
             try:
                 maker = SetMaker(folder, request)
-                maker.finish(maker.make())
+                maker.make()
+                maker.finish()
             except Exception:  # a kill keeps the shards that are complete
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
@@ -111,6 +112,8 @@ class SetMaker:
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer = request.tokenizer or self._trained_tokenizer()
         self.vocabulary = vocabulary_of(self.tokenizer)
+        # That of ``auto`` is known when all records are encoded.
+        self.length = 0 if request.max_length == "auto" else request.max_length
 
         self.renderer: AnyRenderer | None = None
         if request.chat is None:
@@ -145,8 +148,8 @@ class SetMaker:
             with as_user_error(failure, describe=first_line):
                 tokenizer.save_pretrained(working)
 
-    def make(self, part: int = 1, parts: int = 1) -> int:
-        """Make the shards that are missing, and return the length of the rows.
+    def make(self, part: int = 1, parts: int = 1) -> None:
+        """Make the shards that are missing.
 
         Args:
             part: the part of the shards that this process makes, from 1.
@@ -156,23 +159,39 @@ class SetMaker:
             UserError: if a record is wrong, or if the folder has shards of another set.
             OSError: if the disk is full, or fails.
         """
+        if parts > 1:
+            self._check_parts()
         with contextlib.ExitStack() as temporary:
             encoded = self._encoded(part, parts)
             temporary.callback(encoded.close)
-            length = self.request.max_length
-            if length != "auto":
-                for source, number, shard in encoded:
-                    self._write(source, number, shard, length)
-                return length
+            shards: Iterable[tuple[int, int, EncodedShard]] = encoded
+            if self.request.max_length == "auto":
+                # All of them are encoded before the length is known.
+                shards = [*encoded]
+                for _, _, shard in shards:
+                    temporary.callback(shard.store.close)
+                self.length = _row_length(self.request, [shard for _, _, shard in shards])
+            for source, number, shard in shards:
+                self._write(source, number, shard)
 
-            # All of them are encoded before the length is known.
-            waiting = [*encoded]
-            for _, _, shard in waiting:
-                temporary.callback(shard.store.close)
-            length = _row_length(self.request, [shard for _, _, shard in waiting])
-            for source, number, shard in waiting:
-                self._write(source, number, shard, length)
-            return length
+    def _check_parts(self) -> None:
+        """Raise :class:`UserError` if a shard depends on the records of others."""
+        config = self.request.config
+        for reader in self.readers:
+            reader.divide()
+        reasons = {
+            "--max_length auto": self.request.max_length == "auto",
+            f"--tokenizer {self.request.spec}": self.request.tokenizer is None,
+            "--max_train_samples": config.max_train_samples is not None,
+            f"--eval_fraction {config.eval_fraction:g}, which few records": any(
+                reader.is_chosen_by_all for reader in self.readers
+            ),
+        }
+        for reason in [name for name, holds in reasons.items() if holds]:
+            raise UserError(
+                f"--shard: {reason} depends on all records; choose another value, or make the set "
+                "without --shard."
+            )
 
     def _encoded(self, part: int, parts: int) -> Generator[tuple[int, int, EncodedShard]]:
         """Yield the number of a source and of a shard, and the shard as tokens, one at a time."""
@@ -225,20 +244,20 @@ class SetMaker:
             )
         return facts
 
-    def _write(self, source: int, number: int, shard: EncodedShard, length: int) -> None:
+    def _write(self, source: int, number: int, shard: EncodedShard) -> None:
         """Write the files of a shard, and then its facts."""
         facts: JsonObject = {"set": self.request.digest()}
         for split in self.request.recorded[source].splits:
             path = self.folder / f"{split}-{source}-{number:05}.safetensors"
             working = path.with_name(f".tmp-{path.name}")
-            audit = shard.write(working, split, length, self.vocabulary)
+            audit = shard.write(working, split, self.length, self.vocabulary)
             sync(working)
             working.rename(path)
             facts[split] = {"audit": asdict(audit), **facts_of(path)}
         write_sealed(self._facts_path(source, number), facts)
 
-    def finish(self, length: int) -> None:
-        """Write the manifest, given the length of the rows.
+    def finish(self) -> None:
+        """Write the manifest.
 
         Raises:
             UserError: if a shard is missing, or if there is too little to train or evaluate on.
@@ -259,7 +278,7 @@ class SetMaker:
             for split in source.splits:
                 files = [facts[split] for facts in shards]
                 audit = total_of_shards([Audit(**file.pop("audit")) for file in files])
-                _check_split(source, split, audit, length, request)
+                _check_split(source, split, audit, self.length, request)
                 audits[split].append(audit)
                 splits[split].append({"audit": asdict(audit), "shards": files})
 
@@ -267,7 +286,7 @@ class SetMaker:
             " ".join(request.train_names),
             request.spec,
             self.tokenizer,
-            length,
+            self.length,
             train=audits["train"],
             eval=audits["eval"],
             shared=isinstance(request.chat, PairConfig) and request.chat.shares_prompts,
@@ -275,7 +294,7 @@ class SetMaker:
         )
         tokenizer = self.tokenizer
         if request.tokenizer is None:  # it was trained on the data
-            tokenizer.model_max_length = length
+            tokenizer.model_max_length = self.length
         if metadata.audit is not None:
             # The finished tokenizer_config.json has this, too.
             tokenizer = copy.copy(tokenizer)
@@ -314,12 +333,15 @@ class SetMaker:
             each.divide()
             all_bytes += each.text_bytes.sum()
         scale = all_bytes / max(first_bytes, 1)
+        columns = 3 if self.renderer is not None else len(self.request.text_columns)
+        megabytes = tokens * scale * columns * np.dtype(token_dtype(self.vocabulary)).itemsize / 1e6
         shards = sum(len(each.shards) for each in self.readers)
         say(
             "estimate",
             f"{pluralize(shards, 'shard')}, {all_bytes / 1e6:,.1f} MB of source text; by the first "
             f"{_ESTIMATED_RECORDS:,} records about {tokens * scale:,.0f} tokens, "
-            f"{tokens * scale * 4 / 1e6:,.1f} MB on disk, {seconds * scale / 60:,.1f} minutes",
+            f"{megabytes:,.1f} MB on disk, {seconds * scale / 60:,.1f} minutes",
+            sys.stderr,
         )
 
 

@@ -75,6 +75,7 @@ class Records(Generic[R]):
         bad: the bad records that were skipped, by their numbers: the place of each, and what is
             wrong with it.
         is_cut: whether some records have a part in each split.
+        is_chosen_by_all: whether the eval data depend on all records.
         shards: the numbers of the records of each shard, once they are divided.
         text_bytes: float64 [records], the size of each, once they are divided.
         unit: a word for the records.
@@ -89,6 +90,7 @@ class Records(Generic[R]):
     field: str | None = None
     bad: dict[int, str] = dataclasses.field(default_factory=dict)
     is_cut: bool = False
+    is_chosen_by_all: bool = False
     shards: list[range] = dataclasses.field(default_factory=list)
     text_bytes: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0))
     _splits: Splits | None = None
@@ -256,6 +258,7 @@ class Records(Generic[R]):
         if self.source.only_split is not None:
             is_eval = np.full(len(hashes), self.source.only_split == "eval")
         elif self.eval_fraction and total and not 0 < sizes[is_eval].sum() <= largest:
+            self.is_chosen_by_all = True
             is_eval = self.choose_eval(hashes, sizes)
 
         is_train = ~is_eval | self.is_cut

@@ -5,6 +5,7 @@ import inspect
 import io
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -13,6 +14,7 @@ from torch import nn
 
 from llmtrain.config.flags import value_of
 from llmtrain.console import say
+from llmtrain.data.request import DataRequest
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
 from llmtrain.interfaces.objective import Objective
@@ -66,7 +68,12 @@ class PlannedModel(BaseException):
         self.recipe = recipe
 
 
-def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeModel:
+def build_recipe_model(
+    recipe: str,
+    flags: list[str],
+    precision: str,
+    take_rows: Callable[[DataRequest], None] | None = None,
+) -> RecipeModel:
     """Return the model that a recipe would train with these flags.
 
     The recipe's own ``main`` runs until the model is built. Its data is tokenised before that,
@@ -77,17 +84,20 @@ def build_recipe_model(recipe: str, flags: list[str], precision: str) -> RecipeM
         recipe: path of the recipe.
         flags: its flags.
         precision: mixed precision unless the flags set it, ``no`` or ``bf16``.
+        take_rows: takes the rows that the recipe asks for, instead of tokenising them.
 
     Raises:
+        RowsAreMade: if they were taken.
         UserError: if the file is not a recipe, or its model cannot be built without weights.
     """
-    say("recipe", f"{recipe}: building its model without weights", sys.stderr)
+    if take_rows is None:
+        say("recipe", f"{recipe}: building its model without weights", sys.stderr)
     printed = io.StringIO()
     # The recipe finds its flags and the modules of its folder, as when Python runs it.
     folder = str(Path(recipe).resolve().parent)
     try:
         with (
-            planning(precision),
+            planning(precision, take_rows),
             mock.patch.object(sys, "argv", [recipe, *flags]),
             mock.patch.object(sys, "path", [folder, *sys.path]),
             contextlib.redirect_stdout(printed),

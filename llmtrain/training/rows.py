@@ -17,6 +17,7 @@ from llmtrain.data.sources import PythonRecords, is_set, records_source
 from llmtrain.data.tokenized import Tokenized, short_names
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model import PackingSupport
+from llmtrain.planning import RowsAreMade, current_plan
 
 if TYPE_CHECKING:
     from llmtrain.models.config import ModelConfig
@@ -105,6 +106,11 @@ def tokenize(
         unpaired=unpaired or (preference is not None and preference.is_unpaired),
         max_positions=max_positions,
     )
+    plan = current_plan()
+    if plan is not None and plan.take_rows is not None:
+        plan.take_rows(request)
+        raise RowsAreMade
+
     entry, is_cached = cached_rows(request) if request.recorded else (None, True)
     if entry is None or request.recorded != request.sources:
         entry = joined(request, entry)

@@ -1,0 +1,132 @@
+"""Make the rows that a recipe would train on, as a set for runs on any machine.
+
+Another recipe takes the set with --dataset FOLDER. A start after a kill makes what is missing.
+Several processes or machines that see the folder can make a part each, with --shard.
+"""
+
+import argparse
+import functools
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmtrain.console import pluralize, say
+from llmtrain.errors import UserError
+from llmtrain.files import json_text, local_path
+from llmtrain.recipe_arguments import add_recipe_arguments, check_recipe
+
+if TYPE_CHECKING:
+    from llmtrain.data.request import DataRequest
+
+_OWN_FILES = re.compile(r"(shard|train|eval|\.tmp)-.*|tokenizer")
+
+EXAMPLES = (
+    "llmtrain tokenize recipes/gpt.py --dataset texts.jsonl --to sets/texts",
+    "llmtrain tokenize recipes/gpt.py --dataset texts --tokenizer gpt2 --to sets/texts --shard 3/8",
+    "llmtrain tokenize recipes/gpt.py --dataset texts --tokenizer gpt2 --to sets/texts --finish",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe_arguments(parser)
+    parser.add_argument("--to", metavar="FOLDER", required=True, help="folder of the set")
+    parser.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="make only part I of N, such as 1/8 to 8/8 in the 8 tasks of a Slurm array; start "
+        "once more with --finish when all parts are made",
+    )
+    parser.add_argument(
+        "--finish", action="store_true", help="write the manifest of a set whose parts are made"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    check_recipe(arguments.recipe)
+    folder = Path(local_path(arguments.to, "--to ")).expanduser()
+    part = parts = 1
+    if arguments.shard is not None:
+        match = re.fullmatch(r"(\d+)/(\d+)", arguments.shard)
+        part, parts = map(int, match.groups()) if match else (0, 0)
+        if not 1 <= part <= parts:
+            raise UserError(
+                f"--shard {arguments.shard}: give the number of a part and the number of all "
+                "parts, from 1/N to N/N."
+            )
+        if arguments.finish:
+            raise UserError("--shard makes a part, and --finish needs all; leave one of them out.")
+
+    from llmtrain.data.tokenized import MANIFEST, Tokenized
+    from llmtrain.planning import RowsAreMade
+    from llmtrain.training.recipe_model import build_recipe_model
+
+    make = functools.partial(_make, folder, part=part, parts=parts, only_finish=arguments.finish)
+    try:
+        build_recipe_model(arguments.recipe, arguments.flags, "no", take_rows=make)
+    except RowsAreMade:
+        pass
+    else:
+        raise UserError(
+            f"{arguments.recipe} makes its rows itself, with Tokenized.of, so there is nothing to "
+            "tokenise; train with it as it is."
+        )
+    if not (folder / MANIFEST).exists():
+        print(f"part {part} of {parts} is made; when all are, start once more with --finish")
+        return
+
+    rows = Tokenized.open(folder)
+    shards = [shard for split in rows.sources.values() for each in split for shard in each.shards]
+    size = sum(shard.file.path.stat().st_size for shard in shards)
+    facts = {
+        "folder": str(folder),
+        "shards": len(shards),
+        "rows": rows.metadata.train_rows + rows.metadata.eval_rows,
+        "tokens": rows.metadata.train_tokens + rows.metadata.eval_tokens,
+        "bytes": size,
+    }
+    if arguments.json:
+        print(json_text(facts))
+        return
+    print(
+        f"{folder}: {facts['rows']:,} rows of {rows.metadata.block_size:,} tokens, "
+        f"{facts['tokens']:,} target tokens, {pluralize(len(shards), 'file')} of "
+        f"{size / 1e6:,.1f} MB\n"
+        f"to train on it: accelerate launch {arguments.recipe} --dataset {folder}"
+    )
+
+
+def _make(folder: Path, request: "DataRequest", part: int, parts: int, only_finish: bool) -> None:
+    """Make a part of a set, and the manifest unless there are other parts.
+
+    Raises:
+        UserError: if the rows are a set already, or if the folder has other files.
+    """
+    from llmtrain.data.prepare import SetMaker
+    from llmtrain.data.tokenized import MANIFEST, Tokenized
+    from llmtrain.locks import file_lock
+
+    if request.recorded != request.sources:
+        raise UserError("--dataset names a set, which is tokenised already; name its records.")
+    if (folder / MANIFEST).exists():
+        if Tokenized.open(folder).made_from != request.content:
+            raise UserError(
+                f"{folder} is another set: its data, tokenizer or flags differ; name another "
+                "folder, or delete this one."
+            )
+        say("set", f"{folder} is complete already", sys.stderr)
+        return
+    if folder.exists() and not all(_OWN_FILES.fullmatch(path.name) for path in folder.iterdir()):
+        raise UserError(f"{folder} has other files; name a new folder with --to.")
+
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with file_lock(folder / f".tmp-lock-{part}-{parts}", timeout=0):
+            maker = SetMaker(folder, request)
+            if not only_finish:
+                maker.estimate()
+                maker.make(part, parts)
+            if parts == 1:
+                maker.finish()
+    except BlockingIOError:
+        raise UserError(f"{folder}: another process makes this part; wait for it.") from None
