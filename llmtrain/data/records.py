@@ -119,7 +119,7 @@ class Records(Generic[R]):
                 hash_bits = int.from_bytes(hashlib.sha256(content).digest()[:6], "big")
                 # The hash as a number in [0, 1).
                 measures.extend((hash_bits / 2**48, size, self.text_bytes_of(fields, content)))
-            hashes, sizes, self.text_bytes = np.array(measures).reshape(-1, 3).T
+            hashes, sizes, self.text_bytes = np.frombuffer(measures).reshape(-1, 3).T
             self._splits = self._splits_of(hashes, sizes)
             self.shards = shards_of(self.text_bytes)
         return self._splits
