@@ -76,11 +76,11 @@ def run(arguments: argparse.Namespace) -> None:
         return
 
     rows = Tokenized.open(folder)
-    shards = [shard for split in rows.sources.values() for each in split for shard in each.shards]
-    size = sum(shard.file.path.stat().st_size for shard in shards)
+    shards = [*folder.glob("*.safetensors")]
+    size = sum(shard.stat().st_size for shard in shards)
     facts = {
         "folder": str(folder),
-        "shards": len(shards),
+        "files": len(shards),
         "rows": rows.metadata.train_rows + rows.metadata.eval_rows,
         "tokens": rows.metadata.train_tokens + rows.metadata.eval_tokens,
         "bytes": size,
@@ -106,7 +106,7 @@ def _make(folder: Path, request: "DataRequest", part: int, parts: int, only_fini
     from llmtrain.data.tokenized import MANIFEST, Tokenized
     from llmtrain.locks import file_lock
 
-    if request.recorded != request.sources:
+    if len(request.recorded) < len(request.sources):
         raise UserError("--dataset names a set, which is tokenised already; name its records.")
     if (folder / MANIFEST).exists():
         if Tokenized.open(folder).made_from != request.content:

@@ -64,7 +64,9 @@ class Source:
         only_split: the split of all records; ``None`` to divide them.
         needs_template: whether the records are more than prompts with texts as completions. The
             first one decides. Text has no prompts, and needs no template.
-        rows: the rows of a set that was prepared before, which has no records.
+        rows: the rows of a set that was prepared before, or of files of tokens. There are then no
+            records.
+        token_files: the files of tokens.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Source:
     only_split: Split | None = None
     needs_template: bool = False
     rows: Any = None  # a Tokenized
+    token_files: Sequence[Path] = ()
 
     @property
     def splits(self) -> Sequence[Split]:

@@ -5,7 +5,7 @@ Flags that do not fit each other or the first records are reported here, before 
 
 import copy
 import functools
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +18,7 @@ from llmtrain.data.order import counts_per_period
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.readers import Source
 from llmtrain.data.sources import requested_sources
+from llmtrain.data.token_files import token_file_rows
 from llmtrain.data.tokenized import FORMAT_VERSION
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject, digest
@@ -86,18 +87,12 @@ class DataRequest:
         self.sources = requested_sources(config, chat, own_source, unpaired)
         if not self.sources:
             raise UserError("there are no data: name a data set with --dataset.")
-        _check_record_flags(config, self.sources, chat, max_length)
         self.tokenizer: tok.FastTokenizer | None = None
-        self.recorded = [source for source in self.sources if source.rows is None]
         sets = [source for source in self.sources if source.rows is not None]
-        if sets and tok.is_trained(self.spec):
-            if config.is_set("tokenizer"):
-                raise UserError(
-                    f"--tokenizer {self.spec} is trained on the data, and {sets[0].name} is "
-                    "tokenised already; leave the flag out."
-                )
-            self.spec = str(Path(sets[0].name).expanduser() / "tokenizer")
-            self.tokenizer = copy.copy(sets[0].rows.tokenizer)
+        if sets and self.max_length == "auto":
+            self.max_length = sets[0].rows.metadata.block_size
+        _check_record_flags(config, self.sources, chat, self.max_length)
+        self.recorded = [each for each in self.sources if not (each.rows or each.token_files)]
         self.train_names = [each.name for each in self.sources if each.only_split != "eval"]
 
         self.chat: RowConfig | None = None
@@ -113,18 +108,44 @@ class DataRequest:
 
         self.new_tokens: list[int] = []
         self.stop_token_ids: list[int] = []
-        if not tok.is_trained(self.spec):
-            if self.tokenizer is None:
-                self.tokenizer = tok.load_tokenizer(self.spec, trust_remote_code)
-            if self.chat is not None:
-                is_plain_text = not any(source.needs_template for source in self.sources)
-                self.new_tokens = tok.set_template(
-                    self.tokenizer, self.chat.chat_template, is_plain_text
+        self._choose_tokenizer(trust_remote_code)
+        for number, source in enumerate(self.sources):
+            if source.rows is not None:
+                self._check_set(source)
+            elif source.token_files:
+                assert self.tokenizer is not None, "it is not trained"
+                assert self.max_length != "auto", "which has no effect on text"
+                rows = token_file_rows(
+                    source.token_files, self.tokenizer, self.max_length, config.isolate_documents
                 )
-                self.stop_token_ids = tok.stop_token_ids_of(self.spec)
-        for source in sets:
-            self._check_set(source)
-            self.max_length = source.rows.metadata.block_size
+                self.sources[number] = replace(source, rows=rows)
+
+    def _choose_tokenizer(self, trust_remote_code: bool) -> None:
+        """Load the tokenizer, and set its chat template. Without ``--tokenizer``, a set has one.
+
+        Raises:
+            UserError: if rows that are tokenised already want another one than that of the flag.
+        """
+        is_given = self.config.is_set("tokenizer")
+        for source in self.sources:
+            is_tokenised = source.token_files or (source.rows and is_given)
+            if is_tokenised and tok.is_trained(self.spec):
+                raise UserError(
+                    f"--tokenizer {self.spec} is trained on the data, and {source.name} is "
+                    "tokenised already; name the tokenizer that made it."
+                )
+        sets = [source for source in self.sources if source.rows is not None]
+        if sets and tok.is_trained(self.spec):
+            self.spec = str(Path(sets[0].name).expanduser() / "tokenizer")
+            self.tokenizer = copy.copy(sets[0].rows.tokenizer)
+        elif not tok.is_trained(self.spec):
+            self.tokenizer = tok.load_tokenizer(self.spec, trust_remote_code)
+        if self.tokenizer is not None and self.chat is not None:
+            is_plain_text = not any(source.needs_template for source in self.sources)
+            self.new_tokens = tok.set_template(
+                self.tokenizer, self.chat.chat_template, is_plain_text
+            )
+            self.stop_token_ids = tok.stop_token_ids_of(self.spec)
 
     def _check_set(self, source: Source) -> None:
         """Raise :class:`UserError` if a set has other rows than a run wants, given the flags."""
@@ -148,10 +169,12 @@ class DataRequest:
         configs = [self.config] if self.chat is None else [self.config, self.chat]
         for config in configs:
             for name, value in vars(config).items():
+                if name in ("tokenizer", "chat_template"):  # which are compared above
+                    continue
                 made_with = made_from.get(name, value)
                 # Some models cannot be trained on packed rows, or on shared prompts.
                 is_possible = value or name not in ("packing", "share_prompts")
-                is_given = config.is_set(name) and name not in ("columns", "chat_template")
+                is_given = config.is_set(name) and name != "columns"
                 if made_with != value and (is_given or not is_possible):
                     raise UserError(
                         f"{place} was made with --{name} {made_with}, and this run wants {value}; "

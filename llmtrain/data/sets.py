@@ -1,7 +1,8 @@
 """The rows of sets that were prepared before, joined with those that a run makes."""
 
 from collections.abc import Sequence
-from pathlib import Path
+
+import numpy as np
 
 from llmtrain.data.audit import summed
 from llmtrain.data.readers import Split
@@ -38,18 +39,21 @@ def joined(request: DataRequest, made: Tokenized | None) -> Tokenized:
                 own = source.rows.sources[split]
                 if source.only_split == "eval" and source.rows.eval is None:
                     own = source.rows.sources["train"]
-                sources[split].append(_merged(own))
+                if own:
+                    sources[split].append(_merged(own))
 
     first = request.sources[0]
-    layouts: dict[str, Path] = {}
+    layouts = set()
     for split_sources in sources.values():
         for shards in split_sources:
-            for shard in shards.shards:
-                shapes = {name: [*column.shape] for name, column in shard.columns.items()}
-                layouts.setdefault(str(shapes), shard.file.path.parent)
+            for shard in shards.shards[:1]:
+                shapes = {name: each.shape[1:] for name, each in shard.read(np.array([0])).items()}
+                layouts.add(str(shapes))
     if len(layouts) > 1:
-        places = " and ".join(map(str, layouts.values()))
-        raise UserError(f"{first.flag}: the rows of {places} have other columns; make both alike.")
+        raise UserError(
+            f"{first.flag}: the data sets have different columns, {' and '.join(layouts)}; make "
+            "their rows with the same flags."
+        )
 
     task_rows = all_rows[0].metadata
     metadata = metadata_of(

@@ -6,6 +6,7 @@ else 32. The label -100 is stored modulo 2**16 or 2**32.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from llmtrain.errors import DamagedRowsError
-from llmtrain.files import ABSENCES, JsonObject, errors_name, json_text, read_patiently
+from llmtrain.files import ABSENCES, JsonObject, errors_name, json_text, read_hashed, read_patiently
 from llmtrain.interfaces.batches import IGNORED
 
 BLOCK_BYTES = 1 << 20
@@ -198,7 +199,7 @@ class CheckedFile:
         if hashlib.sha256(content).hexdigest() != self.blocks[block]:
             raise DamagedRowsError(
                 f"{self.path} differs from its hash in the MiB from byte {block * BLOCK_BYTES:,}; "
-                "copy the file again, or make the rows again."
+                "copy or make it again."
             )
         self._is_checked[block] = True
 
@@ -284,25 +285,24 @@ def create_shard(path: Path, columns: Mapping[str, Column], rows: int) -> Iterat
         yield write
 
 
+def block_hashes(path: Path) -> list[str]:
+    """Read a file, and return the hash of each block of 1 MiB."""
+    with path.open("rb") as file:
+        blocks = iter(functools.partial(file.read, BLOCK_BYTES), b"")
+        return [hashlib.sha256(block).hexdigest() for block in blocks]
+
+
 def facts_of(path: Path) -> JsonObject:
     """Return the name, size and hashes of a shard, with the number of its rows and its columns."""
-    digest = hashlib.sha256()
-    blocks = []
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_bytes))
-        file.seek(0)
-        while content := file.read(BLOCK_BYTES):
-            digest.update(content)
-            blocks.append(hashlib.sha256(content).hexdigest())
-
     dtypes = {name: dtype for dtype, name in _SAFETENSORS_DTYPES.items()}
     columns = {name: [dtypes[entry["dtype"]], entry["shape"][1:]] for name, entry in header.items()}
     return {
         "file": path.name,
-        "bytes": path.stat().st_size,
-        "sha256": digest.hexdigest(),
-        "blocks": blocks,
+        **read_hashed(path),
+        "blocks": block_hashes(path),
         "rows": next(iter(header.values()))["shape"][0],
         "columns": columns,
     }

@@ -5,6 +5,7 @@ its records.
 """
 
 import functools
+import glob
 import hashlib
 import re
 import sys
@@ -115,6 +116,8 @@ def _format_of(source: Source, chat: RowConfig | None, unpaired: bool) -> str:
 
     Records that are neither conversations nor preference data are ``text``.
     """
+    if source.token_files:
+        return "text"
     if source.rows is not None:
         formats = ["pairs"] if isinstance(chat, PairConfig) else ["text", "messages"]
         if source.format not in (["text"] if chat is None else formats):
@@ -172,9 +175,9 @@ def open_source(name: str, config: DataConfig, is_eval: bool = False) -> Source:
         names = ", ".join(builtin.CORPORA)
         raise UserError(f"{flag} {name} does not exist; use one of {names}.")
 
-    if is_set(name):
-        return set_source(name, flag)
-
+    prepared = _prepared_source(name, flag)
+    if prepared is not None:
+        return prepared
     split_source = functools.partial(_split_source, name, config, is_eval, flag)
     try:
         path = Path(local_path(name, f"{flag} ")).expanduser()
@@ -205,7 +208,7 @@ def open_source(name: str, config: DataConfig, is_eval: bool = False) -> Source:
     return split_source(match[1], configuration=match[3], revision=match[2])
 
 
-# --- sets that were prepared before
+# --- sets that were prepared before, and files of tokens
 
 
 def is_set(name: str) -> bool:
@@ -213,12 +216,18 @@ def is_set(name: str) -> bool:
     return (Path(name).expanduser() / MANIFEST).is_file()
 
 
-def set_source(name: str, flag: str) -> Source:
-    """Return a set as a source of rows, which has no records.
+def _prepared_source(name: str, flag: str) -> Source | None:
+    """Return a set, or files of tokens, as a source of rows; ``None`` if the name is neither.
 
     Raises:
         UserError: if the set is damaged.
     """
+    if name.endswith(".bin"):
+        paths = sorted(map(Path, glob.glob(str(Path(name).expanduser()))))  # noqa: PTH207
+        source = Source(name, lambda: "", lambda _: iter(()), flag=flag, token_files=paths)
+        return source if paths else None
+    if not is_set(name):
+        return None
     try:
         rows = Tokenized.open(Path(name).expanduser())
     except OSError as error:

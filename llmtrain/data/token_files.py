@@ -22,11 +22,8 @@ that is its end-of-text token.
 """
 
 import functools
-import hashlib
-import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +31,10 @@ from typing import NamedTuple
 import numpy as np
 
 from llmtrain.console import say
+from llmtrain.data.audit import Audit
+from llmtrain.data.readers import Split
+from llmtrain.data.shards import CheckedFile, TokenRows, block_hashes
+from llmtrain.data.tokenized import SourceRows, Tokenized, metadata_of
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
 from llmtrain.errors import DamagedRowsError, UserError, as_user_error, first_line
 from llmtrain.files import cache_folder, digest, read_sealed, write_sealed
@@ -41,7 +42,6 @@ from llmtrain.interfaces.batches import IGNORED
 from llmtrain.locks import file_lock
 from llmtrain.model_folders import vocabulary_of
 
-BLOCK_BYTES = 1 << 20
 # Dtypes by the magic number and the version of llm.c.
 _LLM_C_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 # Dtypes by Megatron's codes. Its codes 6 and 7 are those of floats.
@@ -50,51 +50,13 @@ _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _MEGATRON_HEADER = np.dtype("S9, <u8, u1, <i8, <i8")
 
 
-class CheckedFile:
-    """A file whose blocks of 1 MiB are compared with their hashes when they are first read.
-
-    Args:
-        path: the file.
-        blocks: the sha256 of each block, in hexadecimal digits.
-    """
-
-    def __init__(self, path: Path, blocks: Sequence[str]) -> None:
-        self.path = path
-        self.blocks = blocks
-        self._unchecked = set(range(len(blocks)))
-
-    def pieces(self, starts: np.ndarray, size: int) -> np.ndarray:
-        """Return pieces of the file, uint8 [n, size], that begin at ``starts``, int64 [n].
-
-        Raises:
-            DamagedRowsError: if a block differs from its hash.
-        """
-        pieces = np.empty((len(starts), size), np.uint8)
-        with self.path.open("rb", buffering=0) as file:
-            for piece, start in zip(pieces, starts.tolist(), strict=True):
-                last_byte = start + max(size, 1) - 1
-                blocks = range(start // BLOCK_BYTES, last_byte // BLOCK_BYTES + 1)
-                for block in self._unchecked.intersection(blocks):
-                    content = os.pread(file.fileno(), BLOCK_BYTES, block * BLOCK_BYTES)
-                    if hashlib.sha256(content).hexdigest() != self.blocks[block]:
-                        raise DamagedRowsError(
-                            f"{self.path} differs from its hash in the MiB from byte "
-                            f"{block * BLOCK_BYTES:,}; copy it again, or touch it if you have "
-                            "changed it."
-                        )
-                    self._unchecked.remove(block)
-                piece[:] = np.frombuffer(os.pread(file.fileno(), size, start), np.uint8)
-        return pieces
-
-    def check(self) -> None:
-        """Compare all blocks with their hashes."""
-        self.pieces(np.arange(len(self.blocks)) * BLOCK_BYTES, size=0)
-
-
-def open_token_files(
-    paths: Sequence[Path], tokenizer: FastTokenizer, block_size: int, are_isolated: bool
-) -> list["TokenFile"]:
-    """Open ``.bin`` files as shards of rows.
+def token_file_rows(
+    paths: Sequence[Path],
+    tokenizer: FastTokenizer,
+    block_size: int,
+    are_isolated: bool,
+) -> Tokenized:
+    """Return the rows of ``.bin`` files, each of which is a shard.
 
     Args:
         paths: the files.
@@ -106,16 +68,25 @@ def open_token_files(
         UserError: if a file is empty, or if it contradicts its header or its ``.idx``.
     """
     end_of_text = int(tokenizer.eos_token_id)
-    open_file = functools.partial(
-        TokenFile,
-        block_size=block_size,
-        are_isolated=are_isolated,
-        begin=int(tokenizer.bos_token_id) if begins_with_bos(tokenizer) else end_of_text,
-        end_of_text=end_of_text,
-        vocabulary=vocabulary_of(tokenizer),
+    files = [
+        TokenFile(
+            path,
+            block_size=block_size,
+            are_isolated=are_isolated,
+            begin=int(tokenizer.bos_token_id) if begins_with_bos(tokenizer) else end_of_text,
+            end_of_text=end_of_text,
+            vocabulary=vocabulary_of(tokenizer),
+        )
+        for path in paths
+    ]
+    audit = Audit(
+        rows=sum(map(len, files)),
+        targets=sum(file.targets for file in files),
+        sha256=digest({"files": [file.sha256 for file in files], "isolated": are_isolated}),
     )
-    with ThreadPoolExecutor() as readers:  # the first start hashes the files
-        return list(readers.map(open_file, paths))
+    metadata = metadata_of("", "", tokenizer, block_size, train=[audit], eval=[])
+    sources: dict[Split, list[SourceRows]] = {"train": [SourceRows(audit, files)], "eval": []}
+    return Tokenized(TokenRows(files), None, tokenizer, metadata, sources=sources)
 
 
 @dataclass
@@ -254,7 +225,7 @@ def layout_of(path: Path) -> Layout:
             )
         dtype = np.dtype(_LLM_C_DTYPES[magic, version])
         layout = Layout(dtype, tokens, [path], first_byte=header.nbytes)
-    elif path.stem.endswith(("_document", "_sentence")):
+    elif path.stem.endswith("_document"):
         raise UserError(f"{path} is named as Megatron-LM does, but {index} is absent; copy it.")
     else:
         layout = Layout(np.dtype("<u2"), size // 2, [path])
@@ -300,17 +271,11 @@ def blocks_of(path: Path) -> list[str]:
     name = str(path.resolve())
     stamp = {"path": name, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
     cached = cache_folder() / "files" / f"{digest({'path': name})}.json"
-    content = read_sealed(cached)
-    if not stamp.items() <= content.items():
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with file_lock(cached.with_suffix(".lock")):
-            content = read_sealed(cached)  # another process may have made them meanwhile
-            if not stamp.items() <= content.items():
-                if status.st_size > 1 << 30:  # which takes a second or more
-                    say("data", f"hashing {path}, {status.st_size / 1e9:.1f} GB", sys.stderr)
-                with path.open("rb") as file:
-                    blocks = iter(functools.partial(file.read, BLOCK_BYTES), b"")
-                    hashes = [hashlib.sha256(block).hexdigest() for block in blocks]
-                content = {**stamp, "blocks": hashes}
-                write_sealed(cached, content)
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with file_lock(cached.with_suffix(".lock")):
+        content = read_sealed(cached)
+        if not stamp.items() <= content.items():
+            say("data", f"hashing {path}, {status.st_size / 1e9:.1f} GB", sys.stderr)
+            content = {**stamp, "blocks": block_hashes(path)}
+            write_sealed(cached, content)
     return list(content["blocks"])

@@ -13,7 +13,7 @@ from llmtrain.data.audit import Audit, total_audit
 from llmtrain.data.order import BATCHES_PER_MEGABATCH, Mixture
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.readers import Split, kind_of
-from llmtrain.data.shards import ArrayRows, Shard, TokenRows
+from llmtrain.data.shards import ArrayRows, Rows, Shard, TokenRows
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject, damaged_files, read_patiently, read_sealed
 from llmtrain.interfaces.batches import IGNORED
@@ -163,7 +163,7 @@ class SourceRows(NamedTuple):
     """
 
     audit: Audit
-    shards: list[Shard]
+    shards: Sequence[Rows]
 
 
 @dataclass

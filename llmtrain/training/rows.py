@@ -112,7 +112,7 @@ def tokenize(
         raise RowsAreMade
 
     entry, is_cached = cached_rows(request) if request.recorded else (None, True)
-    if entry is None or request.recorded != request.sources:
+    if entry is None or len(request.recorded) < len(request.sources):
         entry = joined(request, entry)
     metadata = replace(
         entry.metadata, dataset=" ".join(request.train_names), tokenizer=request.spec
