@@ -83,12 +83,20 @@ class CustomModel(TrainableModel):
     """A model of the user, whose ``forward`` returns the summed loss if it gets labels.
 
     Its methods and modules may have any names, so this class adds none of the protocol.
+
+    Attributes:
+        column_names: the names of the parameters of its ``forward``, which gets no other columns;
+            ``None`` if it takes any name.
     """
 
     own_class: ClassVar[type]
+    column_names: frozenset[str] | None = None
 
     def loss_or_outputs(self, input_ids: Tensor, labels: Tensor | None, **columns: Any) -> Any:
         columns.pop("reference", None)  # numbers of the objective, which no model takes
+        names = self.column_names
+        if names is not None:  # the other columns are for the objective or a metric
+            columns = {name: column for name, column in columns.items() if name in names}
         if labels is not None:
             return self.own_forward(input_ids, labels, **columns)
         return self.own_forward(input_ids, **columns)
@@ -184,6 +192,7 @@ def make_trainable(model: nn.Module) -> nn.Module:
     custom_model = cast(CustomModel, model)
     custom_model.gives_outputs = labels is None or labels.default is not labels.empty
     custom_model.takes_position_ids = takes_any_name or "position_ids" in parameters
+    custom_model.column_names = None if takes_any_name else frozenset(parameters)
     return custom_model
 
 

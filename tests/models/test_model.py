@@ -176,6 +176,32 @@ def test_inputs_of_every_token_lose_their_last_position_for_logits() -> None:
     assert model.logits(**batch, offsets=offsets).shape == (3, TOKENS - 1, VOCABULARY)
 
 
+def test_a_forward_of_the_user_gets_the_columns_that_it_takes() -> None:
+    received: list[set[str]] = []
+
+    class TakesTeacher(Recurrent):
+        def forward(
+            self, input_ids: Tensor, labels: Tensor | None = None, teacher: Tensor | None = None
+        ) -> Tensor:
+            received.append(set() if teacher is None else {"teacher"})
+            return super().forward(input_ids)
+
+    class TakesAnyColumn(Recurrent):
+        def forward(
+            self, input_ids: Tensor, labels: Tensor | None = None, **columns: Tensor
+        ) -> Tensor:
+            received.append({*columns})
+            return super().forward(input_ids)
+
+    for model_class in (Recurrent, TakesTeacher, TakesAnyColumn):
+        model: Any = make_trainable(model_class())
+        batch = batch_of(model, packed=False)
+        column = torch.ones(batch["labels"].shape)
+        del batch["labels"]  # the columns are those of any pass
+        model.logits(**batch, teacher=column, loss_weight=column)
+    assert received == [{"teacher"}, {"teacher", "loss_weight"}]
+
+
 def test_the_model_of_the_guide_has_hidden_states_for_its_objective(
     accelerator: Accelerator,
 ) -> None:
