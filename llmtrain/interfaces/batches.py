@@ -22,7 +22,8 @@ class Trimming(NamedTuple):
     A row of preference data has two halves, one for each answer, and each half ends in padding.
 
     Attributes:
-        columns: the names of the columns of tokens, [rows, length], which are trimmed.
+        columns: the names of the columns with values for each token, which are trimmed:
+            [rows, length] or [rows, length, k].
         parts: 2 if rows have two halves, otherwise 1.
         widths: for each micro-batch, the number of tokens that it keeps of each part.
     """
@@ -72,8 +73,8 @@ class LocalBatch:
                 width = self.trimming.widths[index]
                 for name in self.trimming.columns:
                     column = batch[name]
-                    parts = column.reshape(len(column), self.trimming.parts, -1)
-                    batch[name] = parts[:, :, :width].flatten(1).contiguous()
+                    parts = column.reshape(len(column), self.trimming.parts, -1, *column.shape[2:])
+                    batch[name] = parts[:, :, :width].flatten(1, 2).contiguous()
             if self.prepared:
                 batch |= self.prepared[index]
             batches.append(batch)

@@ -21,7 +21,7 @@ from llmtrain.data.order import BATCHES_PER_MEGABATCH, GlobalBatchSampler, Mixtu
 from llmtrain.data.packing import Examples, TokenRows, TokenStore, write_rows
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
-from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch, padded_size
+from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch, Trimming, padded_size
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.placement import move_to_devices
@@ -324,6 +324,28 @@ def test_trimming_removes_nothing_but_padding(table):
             assert restored[is_row].equal(expected[is_row])
             if name == "labels":
                 assert (restored[~is_row] == IGNORED).all()
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_a_column_with_several_numbers_per_token_is_trimmed_like_the_tokens(halves, shape):
+    column = torch.rand(5, halves, 8, *shape)
+    no_rows = torch.zeros(0)
+    local_batch = LocalBatch(
+        {"labels": torch.zeros(5, halves * 8), "scores": column.flatten(1, 2)},
+        micro_batch=3,
+        rows=no_rows,
+        targets=no_rows,
+        token_fingerprint=0,
+        label_fingerprint=0,
+        trimming=Trimming(columns=("labels", "scores"), parts=halves, widths=(6, 4)),
+    )
+
+    first, second = local_batch.batches
+
+    assert first["scores"].equal(torch.cat([*column[:3, :, :6].unbind(1)], dim=1))
+    assert second["scores"].equal(torch.cat([*column[3:, :, :4].unbind(1)], dim=1))
+    assert second["scores"].shape[:2] == second["labels"].shape == (2, halves * 4)
 
 
 def test_a_model_prepares_micro_batches_that_are_trimmed(rows):
