@@ -116,6 +116,17 @@ def count_targets(labels: torch.Tensor) -> torch.Tensor:
     return (labels[:, 1:] != IGNORED).sum()
 
 
+def target_weights(batch: Batch) -> torch.Tensor:
+    """Return the weights of the targets of a micro-batch, float32 [B, T - 1].
+
+    They come from its column ``loss_weight`` [B, T], which is aligned with the labels. An ignored
+    target weighs 0.
+    """
+    is_ignored = batch["labels"][:, 1:] == IGNORED
+    weights: torch.Tensor = batch["loss_weight"][:, 1:].float()
+    return weights.masked_fill(is_ignored, 0)
+
+
 # --- the codes in the column `answers` of preference data
 #
 # The code of a position says to which answer it belongs. Its lowest bit is 1 for the second answer

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from llmtrain.interfaces.batches import Batch, count_targets
+from llmtrain.interfaces.batches import Batch, count_targets, target_weights
 from llmtrain.interfaces.part import Part
 
 if TYPE_CHECKING:
@@ -94,6 +94,10 @@ class Objective(Part):
 
     The loss of a step is a sum over the whole global batch, divided by one denominator. So every
     method works on sums, which add up over micro-batches and ranks.
+
+    If the rows have a column ``loss_weight``, each target token counts with its weight: the loss is
+    sum(weight * nll) / sum(weight) over the global batch. A loss of your own finds the weights in
+    ``batch["loss_weight"]`` [B, T]. Weight t belongs to label t.
     """
 
     # Numbers that `reference` returns for each row; 0 if the objective has no reference.
@@ -115,14 +119,25 @@ class Objective(Part):
                 are not packed, they are trimmed, so T differs between micro-batches.
             extra: what :meth:`prepass` returned for the global batch.
         """
-        return LossSums(model.nll(**batch), metrics={})
+        if "loss_weight" not in batch:
+            return LossSums(model.nll(**batch), metrics={})
+
+        nll = model.nll(**batch, per_target=True)
+        weights = target_weights(batch).flatten()
+        positions = batch.get("target_positions")
+        if positions is not None:
+            weights = weights[positions.clamp(min=0)]  # padding has an nll of 0
+        return LossSums((nll * weights).sum())
 
     def denominator(self, batch: Batch) -> torch.Tensor:
         """Return the micro-batch's part of the denominator, a scalar of integers or floats.
 
-        By default this is the number of its target tokens, after the shift. It may be a sum of
-        weights. The sum over the global batch must be finite and not negative.
+        By default this is the number of its target tokens, after the shift, or the sum of their
+        weights if there is a column ``loss_weight``. So override it if your loss ignores that
+        column. The sum over the global batch must be finite and not negative.
         """
+        if "loss_weight" in batch:
+            return target_weights(batch).sum()
         return count_targets(batch["labels"])
 
     def prepass(self, engine: Any, batches: Iterable[Batch], totals: StepTotals) -> Batch:
@@ -157,8 +172,8 @@ class Objective(Part):
         Args:
             loss_sum: the loss summed over all eval rows.
             mean_loss: that sum divided by the denominator.
-            text_bytes: UTF-8 bytes of the eval text; 0 if the rows are no text. Bits per byte
-                compare models with different tokenizers.
+            text_bytes: UTF-8 bytes of the eval text; 0 if the rows are no text, or have weights.
+                Bits per byte compare models with different tokenizers.
         """
         metrics = {"perplexity": math.exp(min(mean_loss, 700.0))}
         if text_bytes:

@@ -31,7 +31,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the eval loss over all ranks, and further metrics by name.
 
-    Every target token counts once, whatever the parallel layout.
+    Every target token counts once, or with its weight, whatever the parallel layout.
 
     Args:
         engine: how this process computes.
@@ -55,6 +55,8 @@ def evaluate(
             ratios = {"loss": (loss_sums.loss, engine.denominator(batch))}
             add_metrics(ratios, ratios_of_user)
             sums.add(local_batch.source, ratios, loss_sums.metrics)
+            if "loss_weight" in batch:
+                text_bytes = 0  # a weighted loss is not the information in a text
     reshard(engine.model)
     engine.model.train()
 
