@@ -18,6 +18,7 @@ from llmtrain.interfaces.callback import Callback
 from llmtrain.interfaces.model import ModelBundle
 from llmtrain.interfaces.part import Metric, MetricFunction, Schedule, ScheduleFunction
 from llmtrain.launching.process import check_first_run, leave_group, seconds_since_start
+from llmtrain.models.preference_objective import PreferenceObjective
 from llmtrain.parallel.placement import parameter_counts
 from llmtrain.parallel.ranks import Ranks, ranks_of
 from llmtrain.planning import current_plan
@@ -89,6 +90,12 @@ def open_run(
         raise UserError(
             "the best model (--load_best_model_at_end, --early_stopping_patience) needs eval rows, "
             "and there are none; raise --eval_fraction, or name eval data with --eval_dataset."
+        )
+    has_weights = "loss_weight" in rows.train.column_names
+    if has_weights and isinstance(bundle.objective, PreferenceObjective):
+        raise UserError(
+            "the rows have a weight for each token (loss_weight), which a loss of preferences does "
+            "not use; leave that column out."
         )
     parts = Parts.of(
         bundle.model, bundle.objective, optimizer, callbacks=callbacks, metrics=metrics

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
+import llmtrain as lt
 from llmtrain.data.config import DataConfig, PairConfig
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
@@ -291,6 +292,26 @@ def base_model(accelerator: Accelerator, rows: Tokenized, tmp_path: Path) -> Pat
     folder = tmp_path / "base"
     write_model(folder, bundle.files, bundle.files.export_tensors(bundle.model))
     return folder
+
+
+class WeightedRows(list[Any]):
+    """Rows with a column of weights, as far as opening a run reads them."""
+
+    column_names = ("input_ids", "labels", "answers", "loss_weight")
+
+
+def test_preferences_refuse_weights_of_tokens(
+    accelerator: Accelerator, run: ReferenceRun, rows: Tokenized
+) -> None:
+    bundle = run.bundle()
+    optimizer = torch.optim.SGD(bundle.model.parameters())
+    weighted_rows = replace(rows, train=WeightedRows([rows.train[0]]))
+    settings = lt.Settings(data=lt.BatchConfig())
+    with (
+        pytest.raises(UserError, match=r"a weight for each token \(loss_weight\), .* leave that"),
+        lt.open_run(accelerator, settings, weighted_rows, bundle, optimizer),
+    ):
+        pass
 
 
 def make_adapter(folder: Path, base_model: Path, rows: Tokenized, seed: int) -> Path:
