@@ -61,6 +61,7 @@ def short_run_flags(steps: int, flags: list[str]) -> "JsonObject":
 
     A warmup that the user has set for a longer run would be as long as the short one, which is an
     error. It is not replaced if no flag may have set it: a recipe with its own schedule has none.
+    ``--max_tokens`` would contradict the number of steps.
 
     Args:
         steps: the number of steps.
@@ -69,6 +70,8 @@ def short_run_flags(steps: int, flags: list[str]) -> "JsonObject":
     forced: JsonObject = {"max_steps": steps, "report_to": "none"}
     if any(flag.startswith(("--warmup_steps", "--config")) for flag in flags):
         forced["warmup_steps"] = 0.5
+    if any(flag.startswith("--max_tokens") for flag in flags):
+        forced["max_tokens"] = 0
     return forced
 
 

@@ -84,8 +84,9 @@ class ProgressBar(Callback):
         seconds_per_step = (now - self.start_time) / (step - self.first_step)
         seconds_left = seconds_per_step * (self.max_steps - step)
         left = tqdm.format_interval(seconds_left)
+        seen = f"{metrics['tokens_seen']:,.0f} tokens"
         with contextlib.suppress(OSError):
-            write_line(f"step {step:>6}/{self.max_steps}  {text}, {left} left", sys.stderr)
+            write_line(f"step {step:>6}/{self.max_steps}  {text}, {seen}, {left} left", sys.stderr)
 
     def on_train_end(self) -> None:
         self.bar.close()

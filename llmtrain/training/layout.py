@@ -120,7 +120,7 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 
 def fit_to_rows(settings: Settings, rows: Tokenized) -> None:
-    """Turn epochs and fractions of the run into steps, and choose the default micro-batch.
+    """Turn epochs, tokens and fractions of the run into steps, and choose the default micro-batch.
 
     The settings get the values that :func:`llmtrain.tokenize` has chosen for the rows.
     After this, ``max_steps``, ``warmup_steps``, ``logging_steps``, ``eval_steps`` and
@@ -146,7 +146,10 @@ def fit_to_rows(settings: Settings, rows: Tokenized) -> None:
     optim = settings.optim
 
     settings.data.fit_micro_batch(rows.positions)
-    if optim.num_train_epochs is not None and not optim.max_steps_decides:
+    if optim.deciding_flag == "max_tokens":
+        step_tokens = settings.data.global_batch_size * rows.positions
+        optim.max_steps = _whole(optim.max_tokens, Fraction(1, step_tokens))
+    elif optim.num_train_epochs is not None and optim.deciding_flag == "num_train_epochs":
         optim.max_steps = _whole(optim.num_train_epochs, steps_per_epoch(settings, rows))
 
     optim.check_warmup()
@@ -185,7 +188,10 @@ def describe_steps(settings: Settings, rows: Tokenized) -> str:
         f"{pluralize(len(rows.train), 'row')}, "
         f"{pluralize(settings.data.global_batch_size, 'row')} per step"
     )
-    if optim.num_train_epochs is not None and optim.max_steps_decides:
+    if optim.deciding_flag == "max_tokens":
+        step_tokens = settings.data.global_batch_size * rows.positions
+        line += f"; --max_tokens {optim.max_tokens:,} at {step_tokens:,} tokens per step"
+    elif optim.num_train_epochs is not None and optim.deciding_flag == "max_steps":
         line += f"; --max_steps overrides --num_train_epochs {optim.num_train_epochs:g}"
     return line
 

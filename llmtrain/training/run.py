@@ -197,7 +197,8 @@ class Run:
     def history(self) -> "pandas.DataFrame":
         """Return the metrics of the run, with a row for each log entry.
 
-        The columns are ``step``, ``epoch``, ``tokens``, ``time`` and metrics like ``train/loss``.
+        The columns are ``step``, ``epoch``, ``tokens``, ``tokens_seen``, ``time`` and metrics like
+        ``train/loss``.
         An entry of a step and the entry of the evaluation after it are two rows, and a metric that
         an entry lacks is NaN. If there is a value for each rank, such as ``phases/forward``, it is
         the largest one.
@@ -214,6 +215,7 @@ class Run:
             "step": self.step,
             "epoch": round(epoch, 4),
             "tokens": self.status.tokens,
+            "tokens_seen": self.step * self.settings.data.global_batch_size * self.rows.positions,
             **metrics,
             "time": round(time.time(), 3),
         }

@@ -61,6 +61,12 @@ class OptimConfig(Config):
         affects="nothing",  # max_steps then says how many steps these are
     )
     max_steps: int = flag(400, "number of optimizer steps; overrides --num_train_epochs")
+    max_tokens: float = flag(
+        0,
+        "number of tokens to train on, such as 2e9, instead of --max_steps and --num_train_epochs; "
+        "every position of a row counts, also padding; 0: one of those decides",
+        affects="nothing",  # max_steps then says how many steps these are
+    )
     learning_rate: float = flag(1e-3, "peak learning rate")
     lr_scheduler_type: Literal[
         "cosine", "cosine_with_min_lr", "linear", "constant", "warmup_stable_decay"
@@ -123,6 +129,8 @@ class OptimConfig(Config):
 
     def __post_init__(self) -> None:
         require_range(self, "max_steps", at_least=1)
+        require_range(self, "max_tokens", at_least=0, at_most=10**15)  # exact as a float
+        self.max_tokens = math.ceil(self.max_tokens)
         require_range(self, "learning_rate", at_least=0, at_most=1_000_000)  # a float32 overflows
         require_range(self, "min_lr", "weight_decay", "adam_epsilon", "skip_nonfinite", at_least=0)
         require_range(self, "seed", at_least=0, at_most=2**63 - 1)
@@ -145,7 +153,7 @@ class OptimConfig(Config):
             )
 
     def check_given(self) -> None:
-        if self.max_steps_decides:
+        if self.deciding_flag == "max_steps" and self.is_set("max_steps"):
             self.check_warmup()
         has_decay = self.lr_scheduler_type == "warmup_stable_decay"
         is_changed = self.is_set("decay_share") and self.decay_share != OptimConfig.decay_share
@@ -168,25 +176,35 @@ class OptimConfig(Config):
             )
 
     @property
-    def max_steps_decides(self) -> bool:
-        """Whether the user set ``--max_steps``, which overrides ``--num_train_epochs``.
+    def deciding_flag(self) -> str:
+        """The flag that decides how many steps a run has.
 
-        A value from a file does not override epochs from the command line.
+        The command line takes precedence over files, and both over the recipe. ``--max_steps``
+        overrides ``--num_train_epochs``.
+
+        Raises:
+            UserError: if the user set ``--max_tokens`` and one of these.
         """
-        if not self.is_set("max_steps"):
-            return False
-        from_file = self.origins["max_steps"] != COMMAND_LINE
-        return not (from_file and self.origins.get("num_train_epochs") == COMMAND_LINE)
+        flags = ("max_tokens", "max_steps", "num_train_epochs")
+        given = [name for name in flags if self.is_set(name) and getattr(self, name)]
+        decisive = [name for name in given if self.origins[name] == COMMAND_LINE] or given
+        if decisive[:1] == ["max_tokens"] and len(decisive) > 1:
+            raise UserError(
+                f"--max_tokens {self.max_tokens} and --{decisive[1]} both say how long the run is; "
+                "set one of them."
+            )
+        defaults = ("max_tokens", "num_train_epochs", "max_steps")
+        return next(name for name in (*decisive, *defaults) if getattr(self, name))
 
     @property
     def fingerprint(self) -> JsonObject:
         """The settings of the optimizer that the steps of a run depend on, for its fingerprint.
 
-        ``num_train_epochs`` is left out, because ``max_steps`` has the steps of these epochs. The
-        fingerprint of a run has the seed in a place of its own.
+        ``num_train_epochs`` and ``max_tokens`` are left out, because ``max_steps`` has the steps
+        that follow from them. The fingerprint of a run has the seed in a place of its own.
         """
         values = asdict(self)
-        for name in ("num_train_epochs", "skip_nonfinite", "seed"):
+        for name in ("num_train_epochs", "max_tokens", "skip_nonfinite", "seed"):
             del values[name]
         values["dtype"] = self.trained_dtype
         return values
@@ -424,9 +442,10 @@ class Settings:
     run: RunConfig = field(default_factory=RunConfig)
 
     def default_epochs(self, epochs: float) -> None:
-        """Train for this many epochs if the user named a data set, but no number of steps.
+        """Train for this many epochs if the user named a data set, but no length of the run.
 
         Without a data set, a recipe trains on its demo for its own ``max_steps``.
         """
-        if self.data.is_set("dataset") and not self.optim.is_set("max_steps"):
+        has_length = self.optim.is_set("max_steps") or self.optim.is_set("max_tokens")
+        if self.data.is_set("dataset") and not has_length:
             self.optim.set_default("num_train_epochs", epochs, "default for your own data")

@@ -10,7 +10,7 @@ from llmtrain.interfaces.callback import StepInfo
 from llmtrain.observe import progress
 from llmtrain.observe.progress import ProgressBar
 
-ENTRY = {"train/loss": 2.5, "train/tokens_per_second": 1234.0}
+ENTRY = {"train/loss": 2.5, "train/tokens_per_second": 1234.0, "tokens_seen": 65536.0}
 
 
 class Terminal(io.StringIO):
@@ -56,7 +56,7 @@ def test_a_log_file_gets_a_line_every_ten_seconds_and_no_frames(train) -> None:
     assert "\r" not in text
     lines = text.splitlines()
     assert len(lines) == 10
-    assert re.match(r"step +14/50 .* 2\.5000, 1,234 tokens/s, 01:48 left", lines[0])
+    assert re.match(r"step +14/50 .* 2\.5000, 1,234 tokens/s, 65,536 tokens, 01:48 left", lines[0])
     assert re.match(r"step +50/50 .* 00:00 left", lines[-1])
     assert len(train(LogFile(), every_entry=True).splitlines()) == 40
 

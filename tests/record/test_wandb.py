@@ -97,7 +97,7 @@ def test_wandb_gets_config_group_tags_and_the_best_eval_metrics(
     assert summary["eval/accuracy"] == 0.75
 
     defined_metrics = {record.metric.name for record in records if record.HasField("metric")}
-    assert {"tokens", "epoch"} <= defined_metrics
+    assert {"tokens", "tokens_seen", "epoch"} <= defined_metrics
 
 
 def test_samples_are_sent_before_the_run_ends(accelerator: Accelerator, tmp_path: Path) -> None:

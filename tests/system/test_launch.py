@@ -51,7 +51,7 @@ def test_two_processes_make_the_run_of_one(
     assert read_json(folder / "run.json")["starts"][0]["processes"] == 2
     for key in ("train/loss", "train/grad_norm", "eval/loss"):
         assert series(folder, key) == pytest.approx(series(on_one_process, key), rel=1e-5)
-    for key in ("train/learning_rate", "tokens"):
+    for key in ("train/learning_rate", "tokens", "tokens_seen"):
         assert series(folder, key) == series(on_one_process, key)
 
 
@@ -142,7 +142,7 @@ def test_a_run_leaves_its_records_its_model_and_checkpoints(on_one_process: Path
 def test_each_log_entry_has_the_keys_of_its_kind(on_one_process: Path) -> None:
     first_weights, first_eval, first_step, *_ = metrics(on_one_process)
 
-    common = {"step", "epoch", "tokens", "time"}
+    common = {"step", "epoch", "tokens", "tokens_seen", "time"}
     assert first_weights.keys() == {*common, "train/weight_norm"}
     eval_keys = {"eval/loss", "eval/perplexity", "eval/bits_per_byte"}
     assert first_eval.keys() == common | eval_keys
@@ -158,6 +158,7 @@ def test_each_log_entry_has_the_keys_of_its_kind(on_one_process: Path) -> None:
         "train/tokens_per_second",
         "train/weight_norm",
     }
+    assert first_step["tokens_seen"] == 8 * 32
 
 
 # --- configs

@@ -60,7 +60,7 @@ def assert_same_bits(folder: Path, reference: Path) -> None:
     for model in ("model", f"{LAST_CHECKPOINT}/model"):
         weights = digits.tensors_digest(folder / model / "model.safetensors")
         assert weights == digits.tensors_digest(reference / model / "model.safetensors")
-    for key in ("train/loss", "train/grad_norm", "train/learning_rate", "tokens"):
+    for key in ("train/loss", "train/grad_norm", "train/learning_rate", "tokens", "tokens_seen"):
         assert series(folder, key) == series(reference, key)
 
 

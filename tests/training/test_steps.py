@@ -1,4 +1,4 @@
-"""Epochs and fractions of the run become steps once the rows are known."""
+"""Epochs, tokens and fractions of the run become steps once the rows are known."""
 
 import re
 import shlex
@@ -77,12 +77,58 @@ def test_steps_and_the_command_line_override_epochs_and_a_file(tmp_path: Path) -
     assert settled(*config).optim.max_steps == 39
 
 
+@pytest.mark.parametrize(
+    ("tokens", "positions", "steps"),
+    [
+        ("20000000", 1, 2_500_000),
+        ("20_000_001", 1, 2_500_001),
+        ("2e9", 1023, 244_380),  # 244,379.28
+        ("9_007_199_254_737", 1, 1_125_899_906_843),
+        ("1", 16, 1),
+    ],
+)
+def test_the_last_step_of_a_number_of_tokens_is_made_in_full(
+    tokens: str, positions: int, steps: int
+) -> None:
+    settings = settled("--max_tokens", tokens, rows=rows_of(98, positions=positions))
+    assert settings.optim.max_steps == steps
+    assert "max_tokens" not in settings.optim.fingerprint
+
+
+@pytest.mark.parametrize("other", ["max_steps", "num_train_epochs"])
+def test_a_number_of_tokens_and_another_length_are_refused_if_the_user_set_both(
+    other: str, tmp_path: Path
+) -> None:
+    one_line = rf"^--max_tokens 160 and --{other} both say how long the run is; set one of them\."
+    file = tmp_path / "my.yaml"
+    file.write_text(f"{other}: 3\nmax_tokens: 160\n")
+    both = ["--max_tokens", "160", f"--{other}", "3"]
+    for argv in (both, ["--config", str(file)]):
+        with pytest.raises(UserError, match=one_line):
+            parse(DEFAULTS, argv)
+
+    # The command line overrides a file, and both override a recipe.
+    file.write_text(f"{other}: 3\n")
+    assert settled("--config", str(file), *both[:2]).optim.max_steps == 2
+    file.write_text("max_tokens: 160\n")
+    by_other = settled(f"--{other}", "3").optim.max_steps
+    assert settled("--config", str(file), *both[2:]).optim.max_steps == by_other
+    recipe = Settings(data=DEFAULTS.data, optim=OptimConfig(max_tokens=160, num_train_epochs=9))
+    assert settled(defaults=recipe).optim.max_steps == 2
+    assert settled(*both[2:], defaults=recipe).optim.max_steps == by_other
+    assert settled(*both, "--max_tokens", "0").optim.max_steps == by_other
+
+
 def test_the_log_says_steps_epochs_and_rows() -> None:
     rows = rows_of(3040)
     both = settled("--num_train_epochs", "3", "--max_steps", "1", rows=rows)
     assert describe_steps(both, rows) == (
         "1 step = 0.0026 epochs of 3,040 rows, 8 rows per step; "
         "--max_steps overrides --num_train_epochs 3"
+    )
+    assert describe_steps(settled("--max_tokens", "2e4", rows=rows), rows) == (
+        "157 steps = 0.41 epochs of 3,040 rows, 8 rows per step; "
+        "--max_tokens 20,000 at 128 tokens per step"
     )
 
 
@@ -94,6 +140,7 @@ def test_a_data_set_that_the_user_names_is_trained_on_for_the_default_epochs() -
 
     assert epochs() is None
     assert epochs("--dataset", "x", "--max_steps", "9") is None
+    assert epochs("--dataset", "x", "--max_tokens", "9") is None
     assert epochs("--dataset", "x", "--num_train_epochs", "2") == 2
     assert epochs("--dataset", "x") == 3
 
@@ -118,6 +165,9 @@ def test_numbers_below_1_are_fractions_of_the_run_rounded_up_as_they_are_written
 
 def test_fractions_follow_the_epochs_and_a_second_call_changes_nothing() -> None:
     settings = settled("--num_train_epochs", "3", "--eval_steps", "0.5", "--save_steps", "1")
+    by_tokens = settled("--max_tokens", "4991", "--eval_steps", "0.5", "--save_steps", "1")
+    assert by_tokens.optim.max_steps == 39  # 38.99
+    assert (by_tokens.eval, by_tokens.run) == (settings.eval, settings.run)
     for _ in range(2):
         assert settings.optim.max_steps == 39
         assert settings.eval.eval_steps == 20
@@ -131,6 +181,8 @@ def test_fractions_follow_the_epochs_and_a_second_call_changes_nothing() -> None
     [
         ("--num_train_epochs", "0"),
         ("--num_train_epochs", "nan"),
+        ("--max_tokens", "-1"),
+        ("--max_tokens", "2e16"),  # a float may be another number
         ("--max_steps", "-1"),  # the default of Trainer, which means that the epochs decide
         ("--warmup_steps", "-0.5"),
         ("--eval_steps", "1.5"),

@@ -83,7 +83,7 @@ class WeightsAndBiases(Tracker):
         self.sent_step = self.wandb_run.starting_step - 1
         self.best: dict[str, float] = {}
         self.wandb_run.define_metric("eval/*", summary="none")
-        for metric in ("tokens", "epoch"):  # to choose as the x axis of a chart
+        for metric in ("tokens", "tokens_seen", "epoch"):  # to choose as the x axis of a chart
             self.wandb_run.define_metric(metric, hidden=True)
 
         if mode == "offline":
