@@ -14,7 +14,7 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from llmtrain.errors import UserError, short_repr
+from llmtrain.errors import DamagedRowsError, UserError, short_repr
 from llmtrain.files import JsonObject
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import Callback, StepInfo, StopVote
@@ -47,6 +47,8 @@ class Loop:
         throughput: counts tokens between two log entries.
         callbacks: all callbacks in the order in which they are called: the user's, then those of
             the loop.
+        is_damaged: whether the run stops because a rank cannot read its next batch. The reason to
+            stop is then the error.
     """
 
     def __init__(
@@ -60,12 +62,15 @@ class Loop:
         self.engine = engine
         self.throughput = Throughput(engine.accelerator, engine.unwrapped)
         self.callbacks: list[Callback] = []
+        self.is_damaged = False
         self._allowed_skips = run.settings.optim.skip_nonfinite
         self._prepared_optimizer = optimizer
         self._batches = batches
         self._rows: torch.Tensor  # the numbers of this rank's rows in the last step
         self._stop: StopVote = False  # how any rank wanted to stop, at the last settled step
         self._finish_reason = ""  # why a callback of this rank wants to finish the run
+        self._damage = ""  # why this rank cannot read the batch after its last readable step
+        self._last_readable_step = 0
 
     # --- what callbacks of the user may use
 
@@ -137,7 +142,7 @@ class Loop:
 
     def _make_steps(self) -> Generator[None]:
         """Make a step of each batch, until the run should stop. The loader ends at the last one."""
-        batches = read_batches(self._batches, self.engine)
+        batches = read_batches(self._batches, self.engine, self._note_damage)
         with contextlib.closing(batches):  # ends the reader's thread, also after an exception
             try:
                 for batch in batches:
@@ -156,6 +161,11 @@ class Loop:
                     except Exception:  # the first error is the one to show
                         pass
                 raise
+
+    def _note_damage(self, error: DamagedRowsError, good_batches: int) -> None:
+        """Vote to save, because this rank cannot read the batch after ``good_batches`` more."""
+        self._damage = str(error)
+        self._last_readable_step = self.step + good_batches
 
     def _make_step(self, batch: LocalBatch) -> StepInfo:
         """Make one step, and call the callbacks before and after it."""
@@ -209,14 +219,21 @@ class Loop:
         stop = vote if self.engine.ranks.world_size == 1 else self._stop
         is_last = self.step == self.max_steps
         if stop and not is_last:
+            # Without the next batch, the run cannot go on. If a later one is damaged, it can.
+            damage = self._damage if self.step == self._last_readable_step else ""
             # The reason may be that of another rank.
-            reasons = self.run.ranks.on_all(lambda: (status.stop_reason, self._finish_reason))
-            stop_reasons, finish_reasons = zip(*reasons, strict=True)
+            reasons = self.run.ranks.on_all(
+                lambda: (status.stop_reason, self._finish_reason, damage)
+            )
+            stop_reasons, finish_reasons, damages = zip(*reasons, strict=True)
             if stop == "finish":
                 status.finish_reason = next(filter(None, finish_reasons))
                 is_last = True
             else:
-                status.stop_reason = next(filter(None, stop_reasons), "asked to stop")
+                # A signal ends the run as usual. The next start finds the damage.
+                all_reasons = (*stop_reasons, *damages)
+                status.stop_reason = next(filter(None, all_reasons), "asked to stop")
+                self.is_damaged = status.stop_reason in damages
         return StepInfo(step=self.step, is_last=is_last, should_stop=stop is not False)
 
     def _is_needed_now(self, info: StepInfo) -> bool:
@@ -302,7 +319,7 @@ class Loop:
             votes.add(vote if isinstance(vote, str) else bool(vote))
         if votes & {True, "save"}:
             return "save"
-        return "finish" if "finish" in votes else False
+        return "finish" if "finish" in votes else bool(self._damage)
 
     # --- for the callbacks of the loop
 

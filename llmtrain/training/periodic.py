@@ -7,7 +7,7 @@ from accelerate.data_loader import DataLoaderShard
 
 from llmtrain.console import say
 from llmtrain.data.prompts import Prompts
-from llmtrain.errors import as_user_error, first_line
+from llmtrain.errors import DamagedRowsError, as_user_error, first_line
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.interfaces.callback import StepInfo, StepResult
 from llmtrain.interfaces.part import name_of
@@ -144,16 +144,15 @@ class Finish(LoopCallback):
         status = run.status
         wait_for_saves(run)
         if not self.loop.is_last:
-            status.state = "preempted"
-            status.reason = f"{status.stop_reason}; step {run.step} is saved"
             flags = ""
             if run.settings.run.resume_from_checkpoint == "never":
                 flags = f" and --resume_from_checkpoint auto --output_dir {run.folder}"
-            say(
-                "stopped",
-                f"{status.stop_reason}: step {run.step} is saved in {run.folder}; "
-                f"resume with the same command{flags}",
-            )
+            saved = f"step {run.step} is saved in {run.folder}; resume with the same command{flags}"
+            if self.loop.is_damaged:
+                raise DamagedRowsError(f"{status.stop_reason.rstrip('.')}; {saved}.")
+            status.state = "preempted"
+            status.reason = f"{status.stop_reason}; step {run.step} is saved"
+            say("stopped", f"{status.stop_reason}: {saved}")
             if has_launcher() and status.stop_signal not in (None, signal.SIGUSR1):
                 say(
                     "launcher", "a traceback of the launcher may follow; it only reports the signal"

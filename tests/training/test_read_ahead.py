@@ -1,7 +1,7 @@
 """The loop reads one step ahead on another thread, which is gone after the loop."""
 
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from datasets import Dataset
 from torch import nn
 
 from llmtrain.data.loader import eval_loader, train_loader
+from llmtrain.errors import DamagedRowsError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.training.read_ahead import read_ahead, read_batches
 from tests.engines import engine_of
@@ -27,7 +28,11 @@ def prepared_loader(accelerator: Accelerator) -> DataLoaderShard:
 
 
 def read_as_the_loop(accelerator: Accelerator, loader: DataLoaderShard) -> Generator[LocalBatch]:
-    return read_batches(loader, engine_of(accelerator, nn.Linear(1, 1)))
+    return read_batches(loader, engine_of(accelerator, nn.Linear(1, 1)), never)
+
+
+def never(error: Exception, good_items: int) -> None:
+    raise AssertionError
 
 
 def rows_of(batches: Iterable[LocalBatch]) -> list[list[int]]:
@@ -40,10 +45,11 @@ def reading_threads() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_items_come_in_their_order_and_the_last_one_is_known(count: int) -> None:
-    items = list(read_ahead(iter(range(count))))
+    for known in (1, 2):
+        items = list(read_ahead(iter(range(count)), never, known))
 
-    assert items == [(item, item == count - 1) for item in range(count)]
-    assert not reading_threads()
+        assert items == [(item, item == count - 1) for item in range(count)]
+        assert not reading_threads()
 
 
 def test_batches_are_those_of_the_loader_while_each_is_the_current_one(
@@ -94,6 +100,32 @@ def test_only_the_main_thread_changes_the_gradient_state(
 
     main_thread = threading.main_thread().name
     assert changing_threads == [main_thread, main_thread]
+
+
+# --- damaged items
+
+
+@pytest.mark.parametrize(
+    ("known", "damaged_item", "noticed_at"),
+    [(1, 1, 1), (1, 2, 1), (1, 5, 4), (2, 2, 1), (2, 3, 1), (2, 5, 3)],
+)
+def test_damage_is_known_some_items_ahead_and_raised_after_the_last_good_item(
+    known: int, damaged_item: int, noticed_at: int
+) -> None:
+    def damaged_items() -> Iterator[int]:
+        yield from range(1, damaged_item)
+        raise DamagedRowsError("a block differs")
+
+    good_items: list[int] = []  # as they are noted
+    read = read_ahead(damaged_items(), lambda _, good: good_items.append(good), known)
+
+    for item in range(1, damaged_item):
+        assert next(read) == (item, item == damaged_item - 1)
+        assert bool(good_items) == (item >= noticed_at)
+        assert set(good_items[-1:]) <= {damaged_item - item}
+    with pytest.raises(DamagedRowsError):
+        next(read)
+    assert not reading_threads()
 
 
 # --- the end of reading
