@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from llmtrain.data.order import EvalSampler, GlobalBatchSampler, Mixture, Slot
+from llmtrain.data.order import WINDOW, EvalSampler, GlobalBatchSampler, Mixture, Slot
 from llmtrain.data.packing import LENGTHS, PREFERENCE_COLUMNS
 from llmtrain.data.shards import TokenRows
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch, Trimming, padded_size
@@ -169,6 +169,8 @@ def train_loader(
     mixture: Mixture | None = None,
     prepare: Callable[[Batch], Batch] | None = None,
     pinned: bool = False,
+    shard_rows: Sequence[int] = (),
+    window: int = WINDOW,
 ) -> DataLoader[LocalBatch]:
     """Return a loader of training batches, for ``accelerator.prepare``.
 
@@ -185,9 +187,18 @@ def train_loader(
         mixture: assigns positions of the run to sources. It needs a seed.
         prepare: see :class:`LocalBatches`.
         pinned: use memory from which a GPU can copy while it computes.
+        shard_rows: the number of rows of each shard, in the stored order; empty for one shard.
+        window: the largest number of shards whose rows are mixed.
     """
     sampler = GlobalBatchSampler(
-        len(rows), global_batch_size, steps, seed, mixture=mixture, lengths=row_lengths(rows)
+        len(rows),
+        global_batch_size,
+        steps,
+        seed,
+        mixture=mixture,
+        lengths=row_lengths(rows),
+        shard_rows=shard_rows,
+        window=window,
     )
     return DataLoader(
         LocalBatches(rows, micro_batch, dropout_seed, prepare),

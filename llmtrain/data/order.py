@@ -7,6 +7,9 @@ parallel layout decides which rank computes a row, but never which rows a step h
 The order of an epoch is a keyed bijection of ``range(n)`` instead of a shuffled list. So looking up
 the row at position ``p`` of epoch ``e`` takes the same time for any ``p``, needs no memory, and
 gives the same row on every machine.
+
+Many shards are drawn in windows, so that few of them are open at a time: the shards come in a
+random order, and only the rows of a window are mixed.
 """
 
 import functools
@@ -31,6 +34,7 @@ _MAX_PERIOD = 1000
 # More of them make the lengths in a batch more alike, and the batches of a small data set more
 # similar from epoch to epoch.
 BATCHES_PER_MEGABATCH = 50
+WINDOW = 64  # the default number of shards whose rows are mixed
 
 
 class Slot(NamedTuple):
@@ -82,6 +86,71 @@ def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
     return rows.astype(np.int64)
 
 
+class Shuffle:
+    """The order of rows in each epoch.
+
+    With at most ``window`` shards, it is a permutation of all rows. Otherwise, the shards come in a
+    random order and are divided evenly into windows of at most ``window`` shards. All rows of a
+    window, in a random order, come before those of the next one.
+
+    Args:
+        shard_rows: the number of rows of each shard, in the stored order.
+        window: the largest number of shards whose rows are mixed.
+    """
+
+    def __init__(self, shard_rows: Sequence[int] | np.ndarray, window: int) -> None:
+        self.shard_rows = np.array(shard_rows)
+        self.rows = int(self.shard_rows.sum())
+        self.windows = -(-len(shard_rows) // window)
+        # Positions that are looked up together may be in two epochs.
+        self._last_epochs = functools.lru_cache(maxsize=2)(self._windows_of)
+
+    def rows_at(self, positions: np.ndarray, key: int) -> np.ndarray:
+        """Return the rows at some positions of the epoch that has this key, both int64 [n]."""
+        if self.windows == 1:
+            return permute(positions, self.rows, key)
+
+        borders, shard_ends, offsets = self._last_epochs(key)
+        windows = np.searchsorted(borders, positions, side="right") - 1
+        rows = np.empty_like(positions)
+        for window in np.unique(windows).tolist():
+            is_window = windows == window
+            start, end = borders[window : window + 2].tolist()
+            positions_in_window = positions[is_window] - start
+            window_key = key_of(key, window + 1)
+            rows[is_window] = start + permute(positions_in_window, end - start, window_key)
+        rows += offsets[np.searchsorted(shard_ends, rows, side="right")]
+        return rows
+
+    def _windows_of(self, key: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Put the shards of an epoch in order, and divide them into windows.
+
+        Returns:
+            The position of the first row of each window, and the number of all rows. For each shard
+            in this order, the position after its rows, and the number to add to the position of a
+            row in this order to get its position in the stored order.
+        """
+        shards = len(self.shard_rows)
+        order = permute(np.arange(shards), shards, key_of(key, 0))
+        shard_ends = np.cumsum(self.shard_rows[order])
+        offsets = np.cumsum(self.shard_rows)[order] - shard_ends
+        shards_before = np.arange(self.windows + 1) * shards // self.windows
+        return np.append(0, shard_ends)[shards_before], shard_ends, offsets
+
+
+def shuffle_name(shard_counts: Sequence[int], window: int, by_length: bool) -> str:
+    """Return a name for the order of shuffled rows, for the fingerprint of a run.
+
+    Args:
+        shard_counts: the number of shards of each source of a mixture, or of all sources together.
+        window: the largest number of shards whose rows are mixed.
+        by_length: whether rows are grouped by length.
+    """
+    windows = f" in windows of {window} shards" if max(shard_counts) > window else ""
+    groups = f", grouped by length over {BATCHES_PER_MEGABATCH} batches" if by_length else ""
+    return f"shuffled{windows}{groups}"
+
+
 class Mixture:
     """Assigns each position of a run to one of several sources, in proportion to their weights.
 
@@ -95,18 +164,31 @@ class Mixture:
     Args:
         sizes: the number of rows of each source. The rows of all sources are numbered through.
         weights: the weight of each source. Their sum does not matter.
+        shard_rows: the number of rows of each shard, in the stored order. A shard has rows of one
+            source. Empty if each source is one shard.
+        window: the largest number of shards of a source whose rows are mixed.
 
     Attributes:
         first_row: the number of each source's first row.
+        shuffles: the order of each source's rows.
         counts: how many positions of a period each source has.
         source_at: int64 [period], the source of each position.
         rows_before: int64 [period], how many earlier positions of the period have the same source.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float]) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        shard_rows: Sequence[int] = (),
+        window: int = WINDOW,
+    ) -> None:
         self.sizes = sizes
         self.weights = [*weights]
         self.first_row = np.cumsum([0, *sizes])
+        shard_rows = shard_rows or sizes
+        shards_before = np.searchsorted(np.cumsum(shard_rows), self.first_row[1:-1], side="right")
+        self.shuffles = [Shuffle(rows, window) for rows in np.split(shard_rows, shards_before)]
         self.counts = counts_per_period(weights)
         period = sum(self.counts)
         self.source_at = np.zeros(period, np.int64)
@@ -129,18 +211,18 @@ class Mixture:
         """
         periods, positions_in_period = np.divmod(positions, len(self.source_at))
         rows = np.empty(len(positions), np.int64)
-        for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
+        for source, (shuffle, count) in enumerate(zip(self.shuffles, self.counts, strict=True)):
             is_source = self.source_at[positions_in_period] == source
             # How many rows of this source come before each position of the run.
             rows_before_in_period = self.rows_before[positions_in_period[is_source]]
             rows_before = periods[is_source] * count + rows_before_in_period
-            epochs, positions_in_epoch = np.divmod(rows_before, size)
+            epochs, positions_in_epoch = np.divmod(rows_before, shuffle.rows)
 
             rows_of_source = np.empty(len(rows_before), np.int64)
             for epoch in np.unique(epochs).tolist():
                 is_epoch = epochs == epoch
                 key = key_of(seed, epoch, source + 1)
-                rows_of_source[is_epoch] = permute(positions_in_epoch[is_epoch], size, key)
+                rows_of_source[is_epoch] = shuffle.rows_at(positions_in_epoch[is_epoch], key)
             rows[is_source] = self.first_row[source] + rows_of_source
         return rows
 
@@ -184,6 +266,9 @@ class GlobalBatchSampler:
         lengths: int [n], the number of tokens in each unpacked row. With a seed, the rows of 50
             batches, a megabatch, are sorted by length, cut into batches, and these are drawn in a
             random order. The last megabatch of an epoch may have fewer batches.
+        shard_rows: the number of rows of each shard, in the stored order; empty for one shard. A
+            mixture has shards of its own.
+        window: the largest number of shards whose rows are mixed.
     """
 
     drop_last = False  # Accelerate reads it
@@ -196,6 +281,8 @@ class GlobalBatchSampler:
         seed: int | None,
         mixture: Mixture | None = None,
         lengths: np.ndarray | None = None,
+        shard_rows: Sequence[int] = (),
+        window: int = WINDOW,
     ) -> None:
         assert mixture is None or seed is not None, "a mixture is drawn at random, by a seed"
         self.n = n
@@ -204,6 +291,7 @@ class GlobalBatchSampler:
         self.seed = seed
         self.mixture = mixture
         self.lengths = lengths
+        self.shuffle = Shuffle(shard_rows or [n], window)
         self._last_batches = functools.lru_cache(maxsize=1)(self._batches_of)
 
     def __len__(self) -> int:
@@ -242,7 +330,7 @@ class GlobalBatchSampler:
         if self.mixture is not None:
             rows = self.mixture.rows_at(positions, self.seed)
         else:
-            rows = permute(positions, self.n, key_of(self.seed, epoch))
+            rows = self.shuffle.rows_at(positions, key_of(self.seed, epoch))
         if self.lengths is None:
             return np.split(rows, borders)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.audit import Audit, total_audit
-from llmtrain.data.order import BATCHES_PER_MEGABATCH, Mixture
+from llmtrain.data.order import WINDOW, Mixture, shuffle_name
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.readers import Split, kind_of
 from llmtrain.data.shards import ArrayRows, Rows, Shard, TokenRows
@@ -212,9 +212,7 @@ class Tokenized:
         """The order in which training rows are drawn, for the fingerprint of a run."""
         if self.in_order:
             return "stored"
-        if LENGTHS in self.train.column_names:
-            return f"shuffled, grouped by length over {BATCHES_PER_MEGABATCH} batches"
-        return "shuffled"
+        return shuffle_name([1], WINDOW, by_length=LENGTHS in self.train.column_names)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
