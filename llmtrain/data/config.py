@@ -128,6 +128,9 @@ class DataConfig(BatchConfig):
         "are taken away); the eval data stay the same (default: all)",
         hidden=True,
     )
+    shuffle_window: int = flag(
+        64, "shards among which rows are shuffled at a time, if the data have more", hidden=True
+    )
     tokenizer: str | None = flag(
         "bpe:4096",
         "char, byte or bpe:N to train a tokenizer on this data (N: size of its vocabulary), or the "
@@ -141,6 +144,7 @@ class DataConfig(BatchConfig):
         require_range(self, "eval_fraction", at_least=0, below=1)
         if self.max_train_samples is not None:
             require_range(self, "max_train_samples", at_least=1)
+        require_range(self, "shuffle_window", at_least=1)
         for name in flags_of(self):
             value = getattr(self, name)
             # A variable of a shell script may be empty.

@@ -5,6 +5,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
+import llmtrain as lt
 from llmtrain.data import order
 from llmtrain.data.order import GlobalBatchSampler, Mixture, permute, shuffle_name
 from llmtrain.seeds import key_of
@@ -191,3 +192,9 @@ def test_a_huge_run_permutes_its_shards_once_and_else_only_the_rows_near_a_step(
 )
 def test_only_more_shards_than_a_window_change_the_name_of_the_order(shard_counts, by_length, name):
     assert shuffle_name(shard_counts, 64, by_length) == name
+
+
+def test_a_window_has_at_least_one_shard():
+    assert lt.DataConfig().shuffle_window == order.WINDOW
+    with pytest.raises(lt.UserError, match="shuffle_window"):
+        lt.DataConfig(shuffle_window=0)
