@@ -11,7 +11,6 @@ import random
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -136,7 +135,7 @@ def _data_of_run(history: History) -> _Data:
     Raises:
         UserError: if they are not there. The message has a command that makes them again.
     """
-    from llmtrain.data.order import Mixture
+    from llmtrain.data.order import WINDOW
     from llmtrain.data.sources import is_set
     from llmtrain.data.tokenized import Tokenized
 
@@ -152,9 +151,8 @@ def _data_of_run(history: History) -> _Data:
             f"the rows of {history.folder} are not in the cache ({entry}); llmtrain rows {command} "
             "makes them again, and prints those of a step with --step."
         ) from None
-    if fingerprint["mixture"]:
-        mixture = Mixture(rows.metadata.source_rows, fingerprint["mixture"])
-        rows = replace(rows, mixture=mixture)
+    window = history.settings.get("shuffle_window", WINDOW)
+    rows = rows.ordered(fingerprint["mixture"], window)
     return _Data(rows, fingerprint["global_batch_size"], fingerprint["seed"])
 
 
@@ -203,6 +201,7 @@ def _rows_of_step(data: _Data, step: int, history: History | None) -> tuple[list
         steps=range(step - 1, step),
         seed=None if rows.in_order else data.seed,
         mixture=rows.mixture,
+        window=rows.window,
     )
     numbers = [number for number in batch.rows.tolist() if number >= 0]  # -1 is padding
     entries = [] if history is None else history.entries

@@ -169,7 +169,6 @@ def train_loader(
     mixture: Mixture | None = None,
     prepare: Callable[[Batch], Batch] | None = None,
     pinned: bool = False,
-    shard_rows: Sequence[int] = (),
     window: int = WINDOW,
 ) -> DataLoader[LocalBatch]:
     """Return a loader of training batches, for ``accelerator.prepare``.
@@ -187,7 +186,6 @@ def train_loader(
         mixture: assigns positions of the run to sources. It needs a seed.
         prepare: see :class:`LocalBatches`.
         pinned: use memory from which a GPU can copy while it computes.
-        shard_rows: the number of rows of each shard, in the stored order; empty for one shard.
         window: the largest number of shards whose rows are mixed.
     """
     sampler = GlobalBatchSampler(
@@ -197,7 +195,7 @@ def train_loader(
         seed,
         mixture=mixture,
         lengths=row_lengths(rows),
-        shard_rows=shard_rows,
+        shard_rows=rows.shard_rows,
         window=window,
     )
     return DataLoader(

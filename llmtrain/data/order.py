@@ -101,7 +101,8 @@ class Shuffle:
     def __init__(self, shard_rows: Sequence[int] | np.ndarray, window: int) -> None:
         self.shard_rows = np.array(shard_rows)
         self.rows = int(self.shard_rows.sum())
-        self.windows = -(-len(shard_rows) // window)
+        self.shards = len(shard_rows)
+        self.windows = -(-self.shards // window)
         # Positions that are looked up together may be in two epochs.
         self._last_epochs = functools.lru_cache(maxsize=2)(self._windows_of)
 
@@ -130,11 +131,10 @@ class Shuffle:
             in this order, the position after its rows, and the number to add to the position of a
             row in this order to get its position in the stored order.
         """
-        shards = len(self.shard_rows)
-        order = permute(np.arange(shards), shards, key_of(key, 0))
+        order = permute(np.arange(self.shards), self.shards, key_of(key, 0))
         shard_ends = np.cumsum(self.shard_rows[order])
         offsets = np.cumsum(self.shard_rows)[order] - shard_ends
-        shards_before = np.arange(self.windows + 1) * shards // self.windows
+        shards_before = np.arange(self.windows + 1) * self.shards // self.windows
         return np.append(0, shard_ends)[shards_before], shard_ends, offsets
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -179,6 +179,7 @@ class Tokenized:
             epoch.
         new_tokens: tokens that a chat template has added to a pretrained tokenizer.
         in_order: draw the rows in the stored order instead of a permutation.
+        window: the largest number of shards whose rows are mixed.
         eval_names: the names of the data sets that the eval rows may come from.
         decided: the values that :func:`llmtrain.tokenize` has chosen for flags, by their names.
         sources: the rows of a set, by split and source.
@@ -192,6 +193,7 @@ class Tokenized:
     mixture: Mixture | None = None
     new_tokens: list[int] = field(default_factory=list)
     in_order: bool = False
+    window: int = WINDOW
     eval_names: Sequence[str] = ()
     decided: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[Split, Sequence[SourceRows]] = field(default_factory=dict)
@@ -212,7 +214,10 @@ class Tokenized:
         """The order in which training rows are drawn, for the fingerprint of a run."""
         if self.in_order:
             return "stored"
-        return shuffle_name([1], WINDOW, by_length=LENGTHS in self.train.column_names)
+        shards = [len(self.train.shard_rows)]
+        if self.mixture is not None:
+            shards = [shuffle.shards for shuffle in self.mixture.shuffles]
+        return shuffle_name(shards, self.window, by_length=LENGTHS in self.train.column_names)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -235,6 +240,20 @@ class Tokenized:
     def positions(self) -> int:
         """The number of positions of a row that predict something."""
         return len(self.train[0]["input_ids"]) - 1
+
+    def ordered(self, weights: Sequence[float], window: int) -> "Tokenized":
+        """Return the same rows in another order.
+
+        Args:
+            weights: the weight of each data set in a mixture; empty to draw every row once per
+                epoch.
+            window: the largest number of shards whose rows are mixed.
+        """
+        mixture = None
+        if weights:
+            sizes = self.metadata.source_rows
+            mixture = Mixture(sizes, weights, self.train.shard_rows, window)
+        return replace(self, mixture=mixture, window=window)
 
     @classmethod
     def open(cls, folder: Path, check: bool = False) -> "Tokenized":

@@ -9,7 +9,6 @@ import numpy as np
 from llmtrain.console import is_or_are, pluralize, say
 from llmtrain.data.audit import COVERED_SHARE
 from llmtrain.data.config import DataConfig, PairConfig, RowConfig
-from llmtrain.data.order import Mixture
 from llmtrain.data.prepare import cached_rows
 from llmtrain.data.request import DataRequest
 from llmtrain.data.sets import joined
@@ -125,9 +124,8 @@ def tokenize(
     if isinstance(request.chat, PairConfig):
         decided["share_prompts"] = request.chat.share_prompts
     rows = replace(
-        entry,
+        entry.ordered(data.mixture, data.shuffle_window),
         metadata=metadata,
-        mixture=Mixture(metadata.source_rows, data.mixture) if data.mixture else None,
         new_tokens=request.new_tokens,
         eval_names=[each.name for each in request.sources if each.only_split != "train"],
         decided=decided,

@@ -186,6 +186,7 @@ def loaders(run: Run) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         seed=None if rows.in_order else settings.optim.seed,
         dropout_seed=settings.optim.seed if takes_dropout_keys else None,
         mixture=rows.mixture,
+        window=rows.window,
         prepare=bundle.prepare_batch,
         pinned=pin_memory,
     )
