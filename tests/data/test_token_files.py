@@ -13,7 +13,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.token_files import BLOCK_BYTES, TokenFile, open_token_files
+from llmtrain.data.shards import BLOCK_BYTES
+from llmtrain.data.token_files import TokenFile, token_file_rows
 from llmtrain.errors import DamagedRowsError, UserError
 from llmtrain.interfaces.batches import IGNORED
 from tests.data.preparation import TEXTS, tokenize_texts
@@ -110,7 +111,7 @@ def test_rows_are_those_of_the_text(
     documents = [end + ids if has_end_first and not has_bos else ids + end for ids in encoded]
 
     path = write(tmp_path / "tokens.bin", documents)
-    [file] = open_token_files([path], tokenizer, min(block_size, 200), are_isolated)
+    [file] = token_file_rows([path], tokenizer, min(block_size, 200), are_isolated).train.shards
 
     assert len(file) == len(rows)
     assert file.targets == sum(map(len, documents)) - has_bos
