@@ -32,7 +32,7 @@ from llmtrain.data.render import AnyRenderer, PromptCompletionRenderer, Renderer
 from llmtrain.data.request import DataRequest
 from llmtrain.data.shards import facts_of, token_dtype
 from llmtrain.data.tokenized import FORMAT_VERSION, MANIFEST, Tokenized, metadata_of
-from llmtrain.errors import DamagedRowsError, UserError, as_user_error, first_line
+from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import (
     JsonObject,
     cache_folder,
@@ -61,7 +61,7 @@ def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
         UserError: if the records are wrong, or if the cache cannot be written.
     """
     folder = cache_folder() / request.digest()
-    with contextlib.suppress(OSError, DamagedRowsError):
+    with contextlib.suppress(OSError):
         return Tokenized.open(folder, check=True), True
 
     try:
@@ -69,7 +69,7 @@ def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
         with file_lock(Path(f"{folder}.lock")):
             try:
                 return Tokenized.open(folder, check=True), False  # made by another process
-            except (OSError, DamagedRowsError) as error:
+            except OSError as error:
                 if (folder / MANIFEST).exists():
                     note(f"{folder}: {first_line(error)}; its rows are made again")
                     shutil.rmtree(folder)

@@ -14,7 +14,7 @@ from llmtrain.data.order import WINDOW, Mixture, shuffle_name
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.readers import Split, kind_of
 from llmtrain.data.shards import ArrayRows, Rows, Shard, TokenRows
-from llmtrain.errors import UserError
+from llmtrain.errors import DamagedRowsError, UserError
 from llmtrain.files import JsonObject, damaged_files, read_patiently, read_sealed
 from llmtrain.interfaces.batches import IGNORED
 from llmtrain.model_folders import vocabulary_of
@@ -265,7 +265,6 @@ class Tokenized:
 
         Raises:
             OSError: if it does not exist, or if a file is absent or damaged.
-            DamagedRowsError: if a block differs from its hash.
             UserError: if its disk fails, which is no damage, or if its tokenizer cannot be loaded.
         """
         manifest_path = folder / MANIFEST
@@ -286,7 +285,11 @@ class Tokenized:
                 shards = [Shard(folder, facts) for facts in entry["shards"] if facts["rows"]]
                 entries.append(SourceRows(Audit(**entry["audit"]), shards))
                 for shard in shards if check else ():
-                    shard.file.check()
+                    try:
+                        shard.file.check()
+                    except DamagedRowsError:
+                        name = shard.file.path.name
+                        raise OSError(f"{name} differs from its hash") from None
         metadata.audit = total_audit([source.audit for source in sources["train"]])
         metadata.eval_audit = total_audit([source.audit for source in sources["eval"]])
         metadata.cache_entry = folder.name
