@@ -417,8 +417,9 @@ def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None" = None) -> t
     largest = 0
     targets = 0
     target_bytes = 0
-    label_column = "labels" if "labels" in rows.column_names else "input_ids"
-    for name in rows.column_names:
+    names = [name for name in TOKEN_COLUMNS if name in rows.column_names]
+    label_column = "labels" if "labels" in names else "input_ids"
+    for name in names:
         digest.update(name.encode())
         for start in range(0, len(rows), _MEASURED_ROWS):
             numbers = np.arange(start, min(start + _MEASURED_ROWS, len(rows)))
