@@ -19,7 +19,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
@@ -37,7 +36,6 @@ from benchmarks.runs import (
     scratch,
 )
 from llmtrain import DataConfig, GPTConfig, OptimConfig, make_optimizer, tokenize
-from llmtrain.data.packing import as_matrices
 from llmtrain.launching.process import launch
 from llmtrain.models.lfm2 import build_gpt
 
@@ -148,7 +146,7 @@ def tokenized_rows(split: str, eval_fraction: float) -> torch.Tensor:
         eval_fraction=eval_fraction,
     )
     rows = getattr(tokenize(data, MODEL.block_size), split)
-    ids = np.concatenate(as_matrices(rows.data["input_ids"])).astype(np.int64)
+    ids = rows.column("input_ids")
     is_full = (ids >= 0).all(axis=1)  # the last row is padded
     return torch.from_numpy(ids[is_full])
 

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 
 import datasets
-import numpy as np
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from benchmarks.comparison import Table, take_turns
@@ -41,7 +40,6 @@ from benchmarks.runs import (
     scratch,
 )
 from llmtrain import DataConfig, tokenize
-from llmtrain.data.packing import as_matrices
 
 STEPS = 40
 BLOCK = 256
@@ -106,7 +104,7 @@ def write_model_and_rows(folder: Path, config: PretrainedConfig) -> Path:
     tokenized.tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)
 
-    ids = np.concatenate(as_matrices(tokenized.train.data["input_ids"]))
+    ids = tokenized.train.column("input_ids")
     is_full = (ids >= 0).all(axis=1)
     rows = ids[is_full][:, :block]
     datasets.Dataset.from_dict({"input_ids": rows.tolist()}).save_to_disk(str(folder / "rows"))

@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from llmtrain.data.audit import Audit
-from llmtrain.data.packing import Examples, TokenRows, TokenStore, write_rows
+from llmtrain.data.packing import Examples, TokenStore, write_rows
+from llmtrain.data.shards import Shard, TokenRows, facts_of
 
+VOCABULARY = 1 << 16
 # The tokens of a prompt and of two answers, and whether the first answer is desirable.
 TokenPair = tuple[list[int], list[int], list[int], bool]
 
@@ -43,6 +45,6 @@ def write_pair_rows(
         stops=np.diff(store.bounds).reshape(-1, 2),
         is_first_desirable=np.array(is_first_desirable),
     )
-    written = write_rows(path, store, examples, width=width, packing=packing)
+    written = write_rows(path, store, examples, width=width, packing=packing, vocabulary=VOCABULARY)
     store.close()
-    return TokenRows.open([path]), written
+    return TokenRows([Shard(path.parent, facts_of(path))]), written

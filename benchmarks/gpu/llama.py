@@ -89,7 +89,7 @@ def _milliseconds_of_trl(call: Call, recomputes: bool) -> float:
 
     size = call.sizes.eight_billion
     rows = packed_rows(size.vocabulary, size.block, _ROWS)
-    tokens = rows.train.data.column("input_ids").to_pylist()
+    tokens = rows.train.column("input_ids").tolist()
     ends: list[float] = []  # when each step has ended, in seconds
 
     class Watch(TrainerCallback):

@@ -106,7 +106,7 @@ def judge_packed_attention(call: Call) -> None:
     """Compare attention over packed rows with dense attention in float64."""
     size = call.sizes.check
     rows = packed_rows(vocabulary=64, block=size.block, count=size.rows)
-    positions = torch.tensor(rows.train.data.column("position_ids").to_pylist())[:, :-1]
+    positions = torch.from_numpy(rows.train.column("position_ids"))[:, :-1]
     documents = Documents.of(positions, on_gpu=call.on_gpu)
     inputs = _AttentionInputs.of(size, rows=size.rows)
     exact = inputs.exact(_mask_of_documents(positions))
@@ -244,9 +244,8 @@ def judge_packed_model(call: Call) -> None:
     """Judge a GPT on packed rows, forward and backward, by the same model on the CPU in float64."""
     size = call.sizes.check
     rows = packed_rows(vocabulary=500, block=size.block, count=size.rows)
-    table = rows.train.data
     columns = {
-        name: torch.tensor(table.column(name).to_pylist())
+        name: torch.from_numpy(rows.train.column(name))
         for name in ("input_ids", "labels", "position_ids")
     }
     model = call.new_gpt(size, vocabulary=500).cpu()

@@ -52,7 +52,7 @@ def target_share(rows: lt.Tokenized) -> float:
 
 def batches_on_host(rows: lt.Tokenized, size: int, pinned: bool) -> list[torch.Tensor]:
     """Return the tokens of all rows as batches [size, block + 1]."""
-    tokens = torch.tensor(rows.train.data.column("input_ids").to_pylist())
+    tokens = torch.from_numpy(rows.train.column("input_ids"))
     return [batch.pin_memory() if pinned else batch for batch in tokens.split(size)]
 
 

@@ -55,6 +55,11 @@ def tokenize_rows(
     )
 
 
+def multiple_of_64(length: int) -> int:
+    """Return a length, rounded up."""
+    return -(-length // 64) * 64
+
+
 def audit_of(tokenized: Tokenized) -> Audit:
     """Return the counts of the training data."""
     assert tokenized.metadata.audit is not None

@@ -1,6 +1,7 @@
 """Rows in the cache that a disk has changed are noticed, and made again as they were."""
 
 import itertools
+import json
 import random
 import re
 import shutil
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pyarrow
+import numpy as np
 import pytest
 
 from llmtrain.data import prepare
@@ -19,13 +20,21 @@ from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.training.rows import tokenize
 from tests.data.chat_records import chat_records
-from tests.data.preparation import TEXTS, data_config, write_records, write_texts
+from tests.data.preparation import (
+    TEXTS,
+    data_config,
+    left_behind,
+    write_records,
+    write_texts,
+)
 from tests.failing_calls import failing, needs_failing_calls
 from tests.forked import run_forked
 from tests.launching import GPT, PYTHON, TINY, long_form
 
 pytestmark = pytest.mark.usefixtures("cache")
 
+ROWS = "train-0-00000.safetensors"
+EVAL_ROWS = "eval-0-00000.safetensors"
 PAIRS = [{"prompt": f"{i}?", "chosen": f"{i * i}", "rejected": f"{i} no"} for i in range(30)]
 
 
@@ -69,17 +78,18 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 
 def position_of(path: Path, column: str) -> int:
-    """Return where a file has the 20th value of a column, as pyarrow maps it."""
-    with pyarrow.memory_map(str(path)) as mapped:
-        content = mapped.read_buffer()
-        chunk = pyarrow.ipc.open_stream(content).read_all().column(column).chunk(0)
-        return chunk.flatten().buffers()[1].address - content.address + 4 * min(20, len(chunk) - 1)
+    """Return the first byte of a column in a file, by the header of the safetensors format."""
+    content = path.read_bytes()
+    columns_start = 8 + int.from_bytes(content[:8], "little")
+    return columns_start + json.loads(content[8:columns_start])[column]["data_offsets"][0]
 
 
 def assert_equal(rows: Tokenized, expected: Tokenized) -> None:
     assert rows.metadata == expected.metadata
-    assert rows.train.data.equals(expected.train.data)
-    assert rows.eval.data.equals(expected.eval.data)
+    for split, expected_split in ((rows.train, expected.train), (rows.eval, expected.eval)):
+        assert split.column_names == expected_split.column_names
+        for name in split.column_names:
+            assert np.array_equal(split.column(name), expected_split.column(name))
     assert rows.tokenizer.get_vocab() == expected.tokenizer.get_vocab()
 
 
@@ -92,8 +102,8 @@ def test_a_flipped_bit_in_any_column_is_noticed_and_the_rows_are_made_again(
 
     columns = [(name, 0) for name in expected.train.column_names]
     splits = itertools.cycle(("train", "eval"))
-    for column, bit in [("input_ids", 22), ("input_ids", 31), *columns]:
-        path = entry / f"{next(splits)}-0.arrow"
+    for column, bit in [("input_ids", 6), ("input_ids", 31), *columns]:
+        path = entry / f"{next(splits)}-0-00000.safetensors"
         flip(path, position_of(path, column), bit)
         capsys.readouterr()
         assert_equal(make(tmp_path), expected)
@@ -123,14 +133,14 @@ def test_a_flipped_bit_anywhere_and_an_absent_file_are_noticed(tmp_path, cache, 
     for name in names:
         (entry / name).unlink()
         assert_equal(packed(tmp_path), expected)
+        if str(name) == "manifest.json":  # the folder is that of a set that was not finished
+            continue
         assert f"No such file or directory: '{entry / name}'; " in capsys.readouterr().err
 
 
 def test_if_damaged_rows_cannot_be_made_again_one_line_says_so(tmp_path, cache, monkeypatch):
-    entry = entry_of(text(tmp_path), cache)
-    path = entry / "train-0.arrow"
+    path = entry_of(text(tmp_path), cache) / ROWS
     flip(path, position_of(path, "input_ids"))
-    before = path.read_bytes()
 
     def refuse(*arguments: object) -> None:
         raise UserError("the hub cannot be reached")
@@ -138,7 +148,7 @@ def test_if_damaged_rows_cannot_be_made_again_one_line_says_so(tmp_path, cache, 
     monkeypatch.setattr(prepare, "records_of", refuse)
     with pytest.raises(UserError, match="the hub cannot be reached"):
         text(tmp_path)
-    assert path.read_bytes() == before
+    assert left_behind(cache) == []
 
 
 DRY_RUN = [*PYTHON, GPT, *TINY, "--dry_run", "--output_dir", "none", "--dataset"]
@@ -150,7 +160,7 @@ def test_an_entry_that_cannot_be_read_for_a_moment_is_not_made_again(tmp_path, c
     expected = run_forked(command).assert_ok().out.splitlines()[1:]
     [entry] = [path for path in cache.iterdir() if path.is_dir()]
     inode = entry.stat().st_ino
-    for name in ("facts.json", "train-0.arrow", "tokenizer.json"):
+    for name in ("manifest.json", ROWS, "tokenizer.json"):
         ended = run_forked(command, failing("read", "ESTALE", f"{entry.name}/{name}")).assert_ok()
         assert ended.out.splitlines()[1:] == expected
         assert (ended.err, entry.stat().st_ino) == ("", inode)
@@ -160,7 +170,7 @@ def test_an_entry_that_cannot_be_read_for_a_moment_is_not_made_again(tmp_path, c
 @pytest.mark.parametrize("kind", ["read", pytest.param("open", marks=long_form)])
 def test_a_cache_that_cannot_be_read_is_one_line(kind, tmp_path, cache):
     command = [*DRY_RUN, str(write_texts(tmp_path / "texts.jsonl", TEXTS * 20))]
-    for name in ("facts.json", "train-0.arrow", "tokenizer.json"):
+    for name in ("manifest.json", ROWS, "tokenizer.json"):
         shutil.rmtree(cache, ignore_errors=True)
         ended = run_forked(command, failing(kind, "EIO", name, times=1000))
         assert ended.status == 2
@@ -181,7 +191,7 @@ def test_rows_are_read_on_while_their_entry_is_made_again(tmp_path, cache):
     reading = batches(rows)
     read = [next(reading) for _ in range(4)]
 
-    (entry_of(rows, cache) / "train-0.arrow").unlink()
+    (entry_of(rows, cache) / ROWS).unlink()
     assert_equal(text(tmp_path), expected)
     assert [*read, *reading] == [*batches(expected)]
 
@@ -199,7 +209,7 @@ def test_all_that_open_an_entry_while_it_is_made_again_get_the_same_rows(tmp_pat
             assert_equal(tokenize(config, 16), expected)
             everyone.wait(timeout=60)  # nobody opens or makes it now
             if number == 0:
-                (entry / "eval-0.arrow").unlink()
+                (entry / EVAL_ROWS).unlink()
             everyone.wait(timeout=60)
 
     with ThreadPoolExecutor(4) as pool:

@@ -4,7 +4,6 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import pyarrow
 import pytest
 import torch
 
@@ -18,7 +17,8 @@ from llmtrain.data.loader import (
     trimmed_width,
 )
 from llmtrain.data.order import BATCHES_PER_MEGABATCH, GlobalBatchSampler, Mixture, Slot
-from llmtrain.data.packing import Examples, TokenRows, TokenStore, write_rows
+from llmtrain.data.packing import Examples, TokenStore, write_rows
+from llmtrain.data.shards import ArrayRows, Shard, TokenRows, facts_of
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch, Trimming, padded_size
@@ -46,21 +46,21 @@ PAIR_LENGTHS = np.stack([random_lengths(40, 32), random_lengths(41, 32)[1:]], ax
 def write_documents(folder: Path, packing: bool = False) -> TokenRows:
     """Write documents of ``random_lengths(ROWS)`` random tokens; two of three are targets."""
     random_numbers = np.random.default_rng(0)
-    path = folder / "documents.arrow"
+    path = folder / "documents.safetensors"
     store = TokenStore(path.with_suffix(".tokens"))
     for length in random_lengths(ROWS).tolist():
         ids = random_numbers.integers(1, 200, length)
         store.add(ids, random_numbers.random(length) < 2 / 3)
     stops = np.diff(store.bounds)[:, None]
     examples = Examples(np.arange(len(store))[:, None], starts=np.zeros_like(stops), stops=stops)
-    write_rows(path, store, examples, width=WIDTH, packing=packing)
-    return TokenRows.open([path])
+    write_rows(path, store, examples, width=WIDTH, packing=packing, vocabulary=200)
+    return TokenRows([Shard(folder, facts_of(path))])
 
 
 def write_pairs(folder: Path) -> TokenRows:
     """Write pairs of answers with ``PAIR_LENGTHS`` random tokens, each answer in half a row."""
     random_numbers = np.random.default_rng(0)
-    path = folder / "pairs.arrow"
+    path = folder / "pairs.safetensors"
     store = TokenStore(path.with_suffix(".tokens"))
     for length in PAIR_LENGTHS.flatten().tolist():
         store.add(random_numbers.integers(1, 200, length), np.arange(length) > 0)
@@ -70,8 +70,8 @@ def write_pairs(folder: Path) -> TokenRows:
         stops=PAIR_LENGTHS,
         is_first_desirable=np.ones(len(PAIR_LENGTHS), bool),
     )
-    write_rows(path, store, examples, width=64, packing=False)
-    return TokenRows.open([path])
+    write_rows(path, store, examples, width=64, packing=False, vocabulary=200)
+    return TokenRows([Shard(folder, facts_of(path))])
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +304,7 @@ def pad_again(column: torch.Tensor, halves: int, full_width: int, padding: int) 
 
 def test_trimming_removes_nothing_but_padding(table):
     stored_rows = LocalBatches(table, micro_batch=3)
-    is_pair = "answers" in stored_rows.columns
+    is_pair = "answers" in table.column_names
     padding = {"input_ids": 0, "labels": IGNORED}
     if is_pair:
         padding["answers"] = -1
@@ -355,8 +355,7 @@ def test_a_model_prepares_micro_batches_that_are_trimmed(rows):
         prepared_shapes.append(batch["labels"].shape)
         return {"targets": (batch["labels"][:, 1:] != IGNORED).sum(1)}
 
-    values = pyarrow.array([[0.0, 0.0]] * len(rows), pyarrow.list_(pyarrow.float32(), 2))
-    with_reference = TokenRows(rows.data.combine_chunks().append_column("reference", values))
+    with_reference = rows.with_column("reference", np.zeros((len(rows), 2), np.float32))
     batches = LocalBatches(with_reference, 4, dropout_seed=1, prepare=prepare)
     local_batch = batches.__getitems__([Slot(i, i) for i in range(6)])
 
@@ -410,8 +409,9 @@ def test_the_order_of_rows_has_a_name_for_the_fingerprint(tmp_path, rows):
     assert Tokenized(packed, None, None, metadata=None, in_order=True).order == "stored"
     grouped = Tokenized(rows, None, None, metadata=None)
     assert grouped.order == "shuffled, grouped by length over 50 batches"
-    # The lengths of rows that a recipe made are not known, so they are not grouped.
-    assert Tokenized.of(rows, None).order == "shuffled"
+    # A recipe may pass on rows that another call has made, with their lengths.
+    assert Tokenized.of(rows, None).order == grouped.order
+    assert Tokenized.of(rows, None).vocabulary == rows.column("input_ids").max() + 1
 
 
 # --- models
@@ -444,7 +444,8 @@ def test_trimming_changes_neither_loss_nor_gradient(rows, family, dtype, roundin
         gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
         return loss.detach(), torch.cat(gradients)
 
-    untrimmed = TokenRows(rows.data.drop_columns(["lengths"]))
+    columns = {name: rows.column(name) for name in ("input_ids", "labels")}
+    untrimmed = TokenRows([ArrayRows(columns)])
     expected = loss_and_gradient(untrimmed, micro_batch=8)
     for micro_batch in (1, 2, 8):
         actual = loss_and_gradient(rows, micro_batch)

@@ -10,6 +10,8 @@ import torch
 
 from llmtrain.data.loader import IGNORED, LocalBatches, eval_loader, fingerprint, train_loader
 from llmtrain.data.order import GlobalBatchSampler, Slot
+from llmtrain.data.shards import ArrayRows, TokenRows
+from llmtrain.data.tokenized import Tokenized
 from tests.data.batches import assert_same_batches, micro_batches_of, shares_of_steps
 
 SIZES = [(1, 4), (8, 8), (9, 8), (50, 7), (64, 1)]
@@ -17,19 +19,16 @@ BLOCK = 4
 
 
 @pytest.fixture(scope="module")
-def rows() -> datasets.Dataset:
+def rows() -> TokenRows:
     """23 rows; row i holds i*10 to i*10 + 4. The last row ends in padding."""
     tokens = np.arange(23)[:, None] * 10 + np.arange(BLOCK + 1)
     tokens[-1, 3:] = IGNORED
-    return dataset_of(tokens)
+    return rows_of(tokens)
 
 
-def dataset_of(tokens: np.ndarray) -> datasets.Dataset:
+def rows_of(tokens: np.ndarray) -> TokenRows:
     """Return rows of plain text with some tokens."""
-    column = datasets.Sequence(datasets.Value("int32"), length=BLOCK + 1)
-    return datasets.Dataset.from_dict(
-        {"input_ids": tokens.tolist()}, datasets.Features({"input_ids": column})
-    )
+    return TokenRows([ArrayRows({"input_ids": tokens})])
 
 
 # --- the rows of a step
@@ -115,7 +114,7 @@ def test_an_evaluation_has_every_row_once_in_the_stored_order(rows, processes, m
     assert max(len(batch["labels"]) for batch in batches) <= micro_batch
 
     labels = torch.cat([batch["labels"] for batch in batches])
-    assert labels[: len(rows)].tolist() == rows["input_ids"][:]
+    assert labels[: len(rows)].tolist() == rows.column("input_ids").tolist()
     padding = labels[len(rows) :]
     assert (padding == IGNORED).all()
     assert len(padding) < processes * micro_batch
@@ -156,15 +155,20 @@ def test_an_empty_slot_has_no_label_and_does_not_change_the_rows(rows):
         assert np.array_equal(columns["input_ids"], columns["labels"].clip(0))
 
 
-def test_rows_are_read_from_tables_of_several_chunks(rows):
-    borders = pairwise([0, 4, 5, 17, 23])
-    chunks = [rows.select(range(start, end)).flatten_indices() for start, end in borders]
-    chunked = datasets.concatenate_datasets(chunks)
-    assert len(chunked.data.column("input_ids").chunks) == len(chunks)
+def test_rows_are_read_from_several_shards_and_from_tables_of_several_chunks(rows):
+    tokens = rows.column("input_ids")
+    parts = [tokens[start:end] for start, end in pairwise([0, 4, 5, 5, 17, 23])]
+    sharded = TokenRows([ArrayRows({"input_ids": part}) for part in parts])
+    assert sharded.shard_rows == [4, 1, 0, 12, 6]
+    tables = [datasets.Dataset.from_dict({"input_ids": part.tolist()}) for part in parts]
+    chunked = datasets.concatenate_datasets(tables)
+    assert len(chunked.data.column("input_ids").chunks) > 1
 
     order = [22, 4, 5, 3, 0, 16, 17, *range(23)]
-    columns = LocalBatches(chunked, 4).read([Slot(i, row) for i, row in enumerate(order)])
-    assert columns["labels"].tolist() == [rows[row]["input_ids"] for row in order]
+    for several in (sharded, Tokenized.of(chunked, None).train):
+        columns = LocalBatches(several, 4).read([Slot(i, row) for i, row in enumerate(order)])
+        assert columns["labels"].tolist() == tokens[order].tolist()
+        assert [*several] == [*rows]
 
 
 # --- micro-batches
@@ -202,7 +206,7 @@ def test_rows_are_divided_into_micro_batches_of_int64(rows, count, micro_batch, 
 def dropout_keys(positions: Iterable[int], seed: int, micro_batch: int, row: int = 0) -> list[int]:
     """Return the keys of slots at some positions of the run, all with the same row."""
     slots = [Slot(position, row) for position in positions]
-    rows = dataset_of(np.ones((4, BLOCK + 1), int))
+    rows = rows_of(np.ones((4, BLOCK + 1), int))
     local_batch = LocalBatches(rows, micro_batch, dropout_seed=seed).__getitems__(slots)
     return torch.cat([batch["dropout_keys"] for batch in local_batch.batches]).tolist()
 

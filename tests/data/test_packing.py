@@ -4,7 +4,6 @@ import itertools
 from pathlib import Path
 from typing import NamedTuple
 
-import datasets
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,6 +12,9 @@ from hypothesis import strategies as st
 from llmtrain.data import packing
 from llmtrain.data.loader import IGNORED, train_loader
 from llmtrain.data.packing import Examples, TokenStore, best_fit, write_rows
+from llmtrain.data.shards import Shard, TokenRows, facts_of
+
+VOCABULARY = 2000
 
 # --- which documents share a row
 
@@ -104,16 +106,17 @@ DOCUMENTS = [document(number, length) for number, length in enumerate(LENGTHS)]
 PACKED_ROWS = 6  # 90 tokens do not fit into 5 rows
 
 
-def write(folder: Path, documents: list[Document], packing: bool = True) -> datasets.Dataset:
+def write(folder: Path, documents: list[Document], packing: bool = True) -> TokenRows:
     store = TokenStore(folder / "rows.tokens")
     for ids, is_target in documents:
         store.add(np.array(ids), np.array(is_target))
     stops = np.diff(store.bounds)[:, None]
     examples = Examples(np.arange(len(store))[:, None], starts=np.zeros_like(stops), stops=stops)
-    written = write_rows(folder / "rows.arrow", store, examples, width=WIDTH, packing=packing)
+    path = folder / "rows.safetensors"
+    written = write_rows(path, store, examples, width=WIDTH, packing=packing, vocabulary=VOCABULARY)
     store.close()
 
-    rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
+    rows = TokenRows([Shard(folder, facts_of(path))])
     assert len(rows) == written.rows
     return rows
 
@@ -173,11 +176,12 @@ def test_a_document_of_one_token_has_no_target(tmp_path):
     assert row["position_ids"] == [0, *range(WIDTH - 1)]
 
 
-def test_columns_are_int32_of_one_width_also_without_rows(tmp_path):
-    column = datasets.Sequence(datasets.Value("int32"), length=WIDTH)
-    columns = dict.fromkeys(["input_ids", "labels", "position_ids"], column)
+def test_columns_have_one_width_also_without_rows(tmp_path):
     for documents in (DOCUMENTS, []):
-        assert write(tmp_path, documents).features == datasets.Features(columns)
+        [shard] = write(tmp_path, documents).shards
+        columns = shard.read(np.arange(len(shard)))
+        assert [*columns] == ["input_ids", "labels", "position_ids"]
+        assert {column.shape for column in columns.values()} == {(len(shard), WIDTH)}
 
 
 def test_a_batch_has_the_columns_of_its_rows(tmp_path):

@@ -14,8 +14,8 @@ import torch
 
 from llmtrain.data.audit import Audit
 from llmtrain.data.config import PairConfig
-from llmtrain.data.packing import TokenRows
 from llmtrain.data.readers import Fields
+from llmtrain.data.shards import TokenRows
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import (
@@ -26,7 +26,13 @@ from llmtrain.interfaces.batches import (
     is_undesirable,
     pair_of,
 )
-from tests.data.chat_records import CHATML_END, audit_of, chat_record, tokenize_rows
+from tests.data.chat_records import (
+    CHATML_END,
+    audit_of,
+    chat_record,
+    multiple_of_64,
+    tokenize_rows,
+)
 from tests.data.odd_templates import (
     MARKS_ANSWERS_AND_ENDS,
     MARKS_ENDS,
@@ -290,10 +296,10 @@ def test_the_targets_are_each_answer_and_its_end_token(
     assert tokenized.is_packed == packing
     assert metadata.shared == (share_prompts and packing)
     assert (metadata.train_rows < 8) == packing
-    labels = np.array(tokenized.train.data["labels"].to_pylist())
+    labels = tokenized.train.column("labels")
     assert labels.shape == (metadata.train_rows, 2 * 150)
     assert metadata.train_tokens == audit_of(tokenized).targets == (labels != IGNORED).sum()
-    codes = np.array(tokenized.train.data["answers"].to_pylist())
+    codes = tokenized.train.column("answers")
     assert metadata.pairs == pair_of(codes.max()) + 1
 
 
@@ -686,6 +692,8 @@ def test_the_audit_has_the_counts_of_the_records_and_of_the_rows(
     tokens = sum(len(first) + len(second) for first, second in (s.sequences for s in stored))
     texts = expected_texts([*good[:5], *long, *good[5:]])
     all_tokens = sum(token_count(text) for text in itertools.chain(*(t.sequences for t in texts)))
+    own_texts = [text for t in texts for text in t.sequences[: 1 if unpaired else 2]]
+    end = tokenized.tokenizer.convert_tokens_to_ids(CHATML_END)
     audit = audit_of(tokenized)
     assert audit == Audit(
         unit="answer" if unpaired else "pair",
@@ -704,8 +712,12 @@ def test_the_audit_has_the_counts_of_the_records_and_of_the_rows(
         positions=len(tokenized.train) * 2 * MAX_LENGTH,
         bytes=audit.bytes,
         pairs=tokenized.metadata.pairs,
+        ended=sum(end in [*s.first.targets, *s.second.targets] for s in stored),
+        needed_length=multiple_of_64(max(map(token_count, own_texts))),
+        first_fault=audit.first_fault,
     )
     assert audit.kept == len(stored)
+    assert f", line {5 + len(long) + 1}: " in audit.first_fault
     assert bool(audit.shared_tokens) == (share_prompts and packing)
 
 

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -20,6 +19,7 @@ from llmtrain.data.audit import Audit
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.packing import TOKEN_COLUMNS, TokenStore
 from llmtrain.data.records import Documents, text_of
+from llmtrain.data.shards import Shard, TokenRows, facts_of
 from llmtrain.data.sources import open_source
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
@@ -73,7 +73,7 @@ def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path, tokenizer,
     assert documents_of(tokenized.train, tokenized) == TEXTS
     assert tokenized.eval is None
 
-    targets = np.array(tokenized.train.data["input_ids"].to_pylist())[:, 1:]
+    targets = tokenized.train.column("input_ids")[:, 1:]
     assert targets.shape == (tokenized.metadata.train_rows, block_size)
     assert (targets != IGNORED).sum() == len(tokens) - 1 == tokenized.metadata.train_tokens
 
@@ -109,7 +109,7 @@ def write_stream(
         store.add(document, np.ones(len(document), bool))
     sequences = np.arange(len(store))[1::2][::-1]
     written = corpus.write_stream(
-        path, store, sequences, np.array(end, np.int32), block_size, columns
+        path, store, sequences, np.array(end, np.int32), block_size, columns, vocabulary=60_000
     )
     store.close()
     return written
@@ -136,8 +136,8 @@ def test_rows_and_positions_do_not_depend_on_the_documents_of_the_stream(
         tokens = np.random.default_rng(length).integers(1, 60_000, length, dtype=np.int32)
         documents = np.split(tokens, np.cumsum(lengths)[:-1]) if lengths else []
         stream = [*tokens.tolist(), *end]
-        path = tmp_path / f"{length}.arrow"
-        other_path = tmp_path / "one-document.arrow"
+        path = tmp_path / f"{length}.safetensors"
+        other_path = tmp_path / "one-document.safetensors"
 
         written = write_stream(path, documents, end, block_size, columns=TOKEN_COLUMNS)
         assert written.targets == max(len(stream) - 1, 0)
@@ -150,15 +150,15 @@ def test_rows_and_positions_do_not_depend_on_the_documents_of_the_stream(
         if not written.rows:
             continue
 
-        rows = datasets.Dataset.from_file(str(path))
+        rows = TokenRows([Shard(tmp_path, facts_of(path))])
         assert stream_of(rows) == stream
-        assert rows["labels"][:] == rows["input_ids"][:]
+        assert np.array_equal(rows.column("labels"), rows.column("input_ids"))
 
         # The last token of a row is no input: it is the first input of the next row, if there is
         # one. So the inputs of all rows are the stream without its last token, or with it if the
         # last row has room. The end continues the last document.
-        inputs = np.array(rows["input_ids"])[:, :-1]
-        positions = np.array(rows["position_ids"])[:, :-1][inputs != IGNORED].tolist()
+        inputs = rows.column("input_ids")[:, :-1]
+        positions = rows.column("position_ids")[:, :-1][inputs != IGNORED].tolist()
         if end and lengths:
             lengths[-1] += 1
         assert positions == expected_positions(lengths or [len(end)], block_size)[: len(positions)]
@@ -470,15 +470,15 @@ def test_a_new_tokenizer_in_the_same_folder_makes_new_rows(tmp_path, capsys):
 def test_two_processes_that_tokenise_at_once_make_the_rows_once(tmp_path, monkeypatch):
     # Threads stand for the processes: a file lock of another object excludes both.
     data = data_config(write_texts(tmp_path / "corpus.jsonl", TEXTS))
-    make = prepare._make
+    make = prepare.SetMaker.make
     makers = []
 
-    def slow_make(*arguments) -> None:
+    def slow_make(maker: prepare.SetMaker) -> int:
         makers.append(threading.get_ident())
         time.sleep(0.3)
-        make(*arguments)
+        return make(maker)
 
-    monkeypatch.setattr(prepare, "_make", slow_make)
+    monkeypatch.setattr(prepare.SetMaker, "make", slow_make)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: tokenize(data, BLOCK), range(2))
 

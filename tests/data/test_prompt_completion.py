@@ -177,7 +177,7 @@ def test_rows_of_plain_text_are_prompts_completions_and_eos(
     texts = [record["prompt"] + record[name] for record in records for name in answers]
     assert sorted(texts_of(tokenized)) == sorted(texts)
     eos = tokenized.tokenizer.eos_token_id
-    labels = np.array(tokenized.train.data["labels"].to_pylist())
+    labels = tokenized.train.column("labels")
     train_records = tokenized.metadata.records - tokenized.metadata.eval_records
     assert (labels == eos).sum() == train_records * len(answers)
 

@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from llmtrain.data.audit import Audit
@@ -24,6 +23,7 @@ from tests.data.chat_records import (
     chat_record,
     chat_records,
     chatml,
+    multiple_of_64,
     size_of,
     texts_of,
     tokenize_rows,
@@ -123,7 +123,7 @@ def test_the_targets_are_the_assistants_messages_and_their_end_tokens(tmp_path, 
     assert dict(zip(texts, answers, strict=True)) == expected
 
     metadata = tokenized.metadata
-    labels = np.array(tokenized.train.data["labels"].to_pylist())
+    labels = tokenized.train.column("labels")
     assert labels.shape == (metadata.train_rows, MAX_LENGTH + 1)
     assert metadata.train_tokens == (labels != IGNORED).sum()
     assert tokenized.is_packed == packing
@@ -289,7 +289,12 @@ def test_the_audit_has_the_counts_of_the_records(
         rows=rows,
         positions=rows * (MAX_LENGTH + 1),
         bytes=audit.bytes,
+        ended=len(kept),
+        needed_length=multiple_of_64(max(map(size_of, OVERLONG)) - 1),
+        first_fault=audit.first_fault,
     )
+    first_bad_line = len(SHORT + OVERLONG) + 1
+    assert f", line {first_bad_line}: " in audit.first_fault
     assert log_lines(capsys, "audit")[0].startswith(f"{len(kept)} of 17 examples: 3 overlong")
 
 
@@ -325,7 +330,8 @@ def test_the_audit_of_several_files_is_the_sum_of_their_audits(tmp_path):
 
     for field in dataclasses.fields(Audit):
         if type(field.default) is int:
-            expected = getattr(first, field.name) + getattr(second, field.name)
+            total = max if field.name == "needed_length" else sum
+            expected = total([getattr(first, field.name), getattr(second, field.name)])
             assert getattr(both, field.name) == expected, field.name
     assert (both.records, both.overlong, both.special_as_text) == (10, 1, 2)
 
@@ -363,7 +369,7 @@ def test_a_conversation_is_truncated_after_its_last_turn_that_fits(tmp_path, tok
     assert sorted(texts) == sorted(map(chatml, fitting))
     assert tokenized.metadata.eval_bytes == eval_bytes_of(tokenized)
     audit = audit_of(tokenized)
-    labels = np.array(tokenized.train.data["labels"].to_pylist())
+    labels = tokenized.train.column("labels")
     assert audit.targets == (labels != IGNORED).sum()
 
 

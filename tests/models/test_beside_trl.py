@@ -116,7 +116,7 @@ class PackedSide:
     ) -> None:
         self.pairs = random_pairs(loss)
         rows, written = write_pair_rows(
-            folder / "rows.arrow", self.pairs, width=2 * MAX_LENGTH, share_prompts=True
+            folder / "rows.safetensors", self.pairs, width=2 * MAX_LENGTH, share_prompts=True
         )
         assert 1 < len(rows) < PAIRS, "there are several rows, and several pairs in some of them"
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
-import pyarrow
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ from transformers.models.llama import modeling_llama
 import llmtrain as lt
 from llmtrain.data.loader import LocalBatches
 from llmtrain.data.order import Slot
-from llmtrain.data.packing import TokenRows
+from llmtrain.data.shards import TokenRows
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch, answer_of, pair_of
 from llmtrain.models import attention_cpu
@@ -118,11 +117,7 @@ class WrittenPairs:
 
     def with_reference(self, reference: Tensor) -> "WrittenPairs":
         """Add log-probabilities of a reference model [rows, answers of a row], in float64."""
-        column = pyarrow.FixedSizeListArray.from_arrays(
-            reference.double().flatten().numpy(),
-            type=pyarrow.list_(pyarrow.float64(), reference.shape[1]),
-        )
-        rows = TokenRows(self.rows.data.append_column("reference", column))
+        rows = self.rows.with_column("reference", reference.double().numpy())
         return WrittenPairs(self.pairs, rows, self.pairs_per_row, self.share_prompts)
 
 
@@ -139,7 +134,7 @@ def random_pairs(count: int = 9) -> list[TokenPair]:
 def write_pairs(
     folder: Path, pairs: list[TokenPair], layout: str = "shared prompts"
 ) -> WrittenPairs:
-    path = folder / f"{layout}.arrow"
+    path = folder / f"{layout}.safetensors"
     rows, written = write_pair_rows(path, pairs, width=2 * MAX_LENGTH, **LAYOUTS[layout])
     return WrittenPairs(
         pairs=pairs,

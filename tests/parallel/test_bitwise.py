@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
 
 from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import eval_loader
+from llmtrain.data.shards import ArrayRows, TokenRows
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch
 from llmtrain.models.config import GPTConfig
@@ -136,7 +137,7 @@ def test_loss_and_gradient_are_those_without_bitwise_except_for_rounding(
 def test_the_micro_batches_of_an_evaluation_do_not_depend_on_the_number_of_ranks(
     processes: int,
 ) -> None:
-    rows = Dataset.from_dict({"input_ids": [[1, 2, 3]] * 30})
+    rows = TokenRows([ArrayRows({"input_ids": np.array([[1, 2, 3]] * 30)})])
     loader = eval_loader(rows, processes, 8, source_rows=[21, 9], bitwise=True)
 
     rows_by_source: dict[int, list[list[int]]] = {0: [], 1: []}

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import llmtrain as lt
 from llmtrain.data.loader import eval_loader
+from llmtrain.data.shards import ArrayRows, TokenRows
 from llmtrain.interfaces.batches import IGNORED, Batch
 from llmtrain.interfaces.part import FunctionMetric, Metric
 from llmtrain.launching.accelerator import start_accelerator
@@ -43,7 +43,7 @@ def build_model(name: str) -> nn.Module:
     return small_model(name, vocabulary=VOCABULARY, tokens=TOKENS, width=32)
 
 
-def packed_rows() -> Dataset:
+def packed_rows() -> TokenRows:
     """Return rows of two documents. Each row has fewer target tokens than the one before."""
     generator = torch.Generator().manual_seed(1)
     token_ids = torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator)
@@ -54,7 +54,7 @@ def packed_rows() -> Dataset:
 
     positions = torch.cat([torch.arange(7), torch.arange(TOKENS - 7)]).expand_as(token_ids)
     columns = {"input_ids": token_ids, "labels": labels, "position_ids": positions}
-    return Dataset.from_dict({name: column.tolist() for name, column in columns.items()})
+    return TokenRows([ArrayRows({name: column.numpy() for name, column in columns.items()})])
 
 
 # --- metrics

@@ -132,5 +132,5 @@ def test_ctrl_c_that_a_destructor_drops_ends_the_start(
     assert ended.status == 130
     assert ended.err.count("Traceback") == ended.err.count("Exception ignored") == 1
     assert not (tmp_path / "run" / "run.json").exists()
-    has_rows = any(tmp_path.glob("cache/*/facts.json"))
+    has_rows = any(tmp_path.glob("cache/*/manifest.json"))
     assert has_rows == (phase == "build")

@@ -105,11 +105,11 @@ def test_rows_that_a_disk_has_changed_end_in_the_same_bits(
         return run_forked(command, {"LLMTRAIN_CACHE": str(tmp_path / "cache")}).assert_ok()
 
     run_with("none", "--dry_run")
-    [rows] = (tmp_path / "cache").glob("*/train-0.arrow")
+    [rows] = (tmp_path / "cache").glob("*/train-0-00000.safetensors")
     tokenised = rows.read_bytes()
     damage(rows)
     ended = run_with("first")
-    assert ended.err.count("train-0.arrow differs from its hash") == 1
+    assert ended.err.count(f"{rows.name} differs from its hash") == 1
     assert_same_bits(tmp_path / "first", uninterrupted)
 
     # A run that was killed before its last checkpoint.
@@ -122,7 +122,7 @@ def test_rows_that_a_disk_has_changed_end_in_the_same_bits(
     damage(rows)
     ended = run_with("killed")
     assert "resumes from step 50" in ended.out
-    assert ended.err.count("train-0.arrow differs from its hash") == 1
+    assert ended.err.count(f"{rows.name} differs from its hash") == 1
     assert_same_bits(killed, uninterrupted)
 
     damage(rows)

@@ -5,15 +5,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
 from torch import Tensor, nn
 
 import llmtrain as lt
 from llmtrain.data.loader import eval_loader
 from llmtrain.data.prompts import Prompts
+from llmtrain.data.shards import ArrayRows, TokenRows
 from llmtrain.data.tokenizer import as_pretrained, train_tokenizer
 from llmtrain.errors import UserError
 from llmtrain.interfaces.batches import Batch, LocalBatch
@@ -28,8 +29,8 @@ from llmtrain.training.run import Run
 from tests.engines import engine_of
 
 
-def dataset_of(rows: list[list[int]]) -> Dataset:
-    return Dataset.from_dict({"input_ids": rows})
+def rows_of(rows: list[list[int]]) -> TokenRows:
+    return TokenRows([ArrayRows({"input_ids": np.array(rows)})])
 
 
 class NatPerToken(nn.Module):
@@ -61,7 +62,7 @@ def test_every_eval_token_counts_once_whatever_the_micro_batch(
         nll += model(ids, ids).item()
         target_tokens += ids.shape[1] - 1
 
-    loader = accelerator.prepare(eval_loader(dataset_of(rows), 1, micro_batch))
+    loader = accelerator.prepare(eval_loader(rows_of(rows), 1, micro_batch))
     metrics = evaluate(engine_of(accelerator, model), loader, text_bytes=100)
 
     assert metrics["loss"] == pytest.approx(nll / target_tokens, rel=1e-6)
@@ -76,7 +77,7 @@ def test_every_eval_token_counts_once_whatever_the_micro_batch(
 @pytest.fixture
 def ten_target_tokens(accelerator: Accelerator) -> Any:
     """A loader of five eval rows with two target tokens each."""
-    rows = dataset_of([[1, 2, 3]] * 5)
+    rows = rows_of([[1, 2, 3]] * 5)
     return accelerator.prepare(eval_loader(rows, 1, 2))
 
 

@@ -3,21 +3,22 @@
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from accelerate.state import GradientState
-from datasets import Dataset
 from torch import nn
 
 from llmtrain.data.loader import eval_loader, train_loader
+from llmtrain.data.shards import ArrayRows, TokenRows
 from llmtrain.errors import DamagedRowsError
 from llmtrain.interfaces.batches import LocalBatch
 from llmtrain.training.read_ahead import read_ahead, read_batches
 from tests.engines import engine_of
 
-ROWS = Dataset.from_dict({"input_ids": [[row] * 5 for row in range(12)]})
+ROWS = TokenRows([ArrayRows({"input_ids": np.array([[row] * 5 for row in range(12)])})])
 STEPS = 3
 
 

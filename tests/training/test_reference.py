@@ -128,7 +128,7 @@ class ReferenceRun:
 
 
 def reference_of(rows: Any) -> np.ndarray:
-    return np.array(rows.data.column("reference").to_pylist())
+    return rows.column("reference")
 
 
 @pytest.fixture
