@@ -128,18 +128,18 @@ class SetMaker:
         """Return the tokenizer that is trained on the data, with the template that they need."""
         request = self.request
         folder = self.folder / "tokenizer"
-        if folder.exists():  # a start that was killed has trained it
-            return tok.load_tokenizer(str(folder), trained=True)
-        trained = tok.train_tokenizer(
-            request.spec,
-            train=chain.from_iterable(reader.texts("train") for reader in self.readers),
-            all_texts=lambda: chain.from_iterable(reader.texts() for reader in self.readers),
-        )
-        tokenizer = tok.as_pretrained(trained)
-        if request.chat is not None:
-            tok.set_template(tokenizer, request.chat.chat_template or "chatml")
-        self._save_tokenizer(tokenizer)
-        return tokenizer
+        if not folder.exists():  # otherwise, a start that was killed has trained it
+            trained = tok.train_tokenizer(
+                request.spec,
+                train=chain.from_iterable(reader.texts("train") for reader in self.readers),
+                all_texts=lambda: chain.from_iterable(reader.texts() for reader in self.readers),
+            )
+            tokenizer = tok.as_pretrained(trained)
+            if request.chat is not None:
+                tok.set_template(tokenizer, request.chat.chat_template or "chatml")
+            self._save_tokenizer(tokenizer)
+        # Loading adds settings, which are saved with the set. So it is loaded in both cases.
+        return tok.load_tokenizer(str(folder), trained=True)
 
     def _save_tokenizer(self, tokenizer: tok.FastTokenizer) -> None:
         with new_folder(self.folder / "tokenizer") as working:
