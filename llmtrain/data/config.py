@@ -222,10 +222,10 @@ class RowConfig(Config):
 class ChatConfig(RowConfig):
     """The format of chat data, and the turns that are trained. Each field is a flag."""
 
-    format: Literal["auto", "text", ConversationFormat] = flag(
+    format: Literal["auto", "text", "tokens", ConversationFormat] = flag(
         "auto",
         "format of the records; auto detects it from their fields; conversations train the "
-        "assistant's turns, plain text trains every token",
+        "assistant's turns, plain text every token, tokens those with a label",
         hidden=True,
     )
     turns: Literal["all", "last"] = flag(

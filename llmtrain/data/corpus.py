@@ -46,7 +46,7 @@ import numpy as np
 from llmtrain.data.audit import Audit
 from llmtrain.data.packing import LENGTHS, TOKENS_PER_BATCH, TokenStore, columns_of
 from llmtrain.data.readers import Split
-from llmtrain.data.records import Documents, ReadRecord
+from llmtrain.data.records import Document, Documents, ReadRecord
 from llmtrain.data.shards import create_shard
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
 from llmtrain.errors import UserError, first_line
@@ -94,14 +94,14 @@ class EncodedCorpus:
         self.is_trained = is_trained
         self.columns = columns
         # The tokens before each document, behind each, and behind the last one.
-        end_of_text = np.array([tokenizer.eos_token_id], np.int32)
+        self._end_of_text = np.array([tokenizer.eos_token_id], np.int32)
         nothing = np.empty(0, np.int32)
-        self._before = end_of_text
+        self._before = self._end_of_text
         self._behind = nothing
-        self._end = end_of_text
+        self._end = self._end_of_text
         if begins_with_bos(tokenizer):
             self._before = np.array([tokenizer.bos_token_id], np.int32)
-            self._behind = end_of_text
+            self._behind = self._end_of_text
             self._end = nothing
 
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
@@ -115,8 +115,8 @@ class EncodedCorpus:
         self._bytes = array.array("q")
         self._tokens: list[np.ndarray] = []  # of the first segments of a text
 
-    def encode(self, records: Iterable[ReadRecord[str]]) -> None:
-        """Encode the documents.
+    def encode(self, records: Iterable[ReadRecord[Document]]) -> None:
+        """Encode the documents, or take their tokens.
 
         Raises:
             UserError: if a document cannot be used.
@@ -126,6 +126,16 @@ class EncodedCorpus:
         for document, part, text in self.records.parts(records):
             self._documents.append(document)
             self._parts.append(part or "")
+            if not isinstance(text, str):
+                self._encode(waiting)  # sequences are stored in the order of their documents
+                waiting = []
+                # The record may have the tokens around a document itself.
+                start = int(np.array_equal(text[:1], self._before))
+                stop = len(text) - int(np.array_equal(text[start:][-1:], self._end_of_text))
+                self._bytes.append(len(self._backend.decode(text[start:stop].tolist()).encode()))
+                tokens = np.concatenate([self._before, text[start:stop], self._behind])
+                self.store.add(tokens, loss_mask=np.ones(len(tokens), bool))
+                continue
             self._bytes.append(len(text.encode()))
             # A text is not split if that might change its tokens.
             segments = _segments_of(text) if self.is_trained else [(text, True)]

@@ -1,15 +1,15 @@
 """The records of a shard as tokens in a temporary file, which become rows once a length is known.
 
 Each record is rendered and encoded once. Then ``--max_length`` can be chosen, and each split is
-written as rows. There are three kinds: conversations and pairs of answers here, and text in
-:mod:`llmtrain.data.corpus`.
+written as rows. There are four kinds: conversations, records of tokens and pairs of answers here,
+and text in :mod:`llmtrain.data.corpus`.
 """
 
 import array
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Generic
+from typing import Any, Generic
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import Examples, TokenStore, write_rows
 from llmtrain.data.readers import Split
 from llmtrain.data.records import Chat, ReadRecord, Records
-from llmtrain.data.render import AnyRenderer, Rendered, TokenSequence
+from llmtrain.data.render import AnyRenderer, Rendered, TokenSequence, TurnEnd
 from llmtrain.data.rendering_pool import render_all
 from llmtrain.data.turns import THINKING_COUNTS
 from llmtrain.devices import cpu_cores
@@ -54,6 +54,7 @@ class EncodedChats(Generic[Chat]):
         parts: the number of parts of an example.
         own_parts: the number of parts that must fit in a row and have targets. Another part is only
             there for comparison.
+        cuts_turns: whether truncation keeps the beginning of a turn that does not fit.
         tokens_beyond: the tokens of a part beyond ``--max_length`` that a row has room for.
         digest_note: a further text that the hash of the rows depends on.
     """
@@ -61,6 +62,7 @@ class EncodedChats(Generic[Chat]):
     unit: Unit = "conversation"
     parts = 1
     own_parts = 1
+    cuts_turns = False
     tokens_beyond = 1  # the last token of a row predicts nothing
     digest_note = ""
 
@@ -188,7 +190,9 @@ class EncodedChats(Generic[Chat]):
         return ends
 
     def truncated(self, sequences: np.ndarray, width: int) -> np.ndarray:
-        """Return the ends of sequences that are truncated, after the last turn that fits.
+        """Return the ends of sequences that are truncated.
+
+        They end after the last turn that fits, or in a turn, which does not end then.
 
         Args:
             sequences: int64 [n], the number of each in the store.
@@ -198,6 +202,13 @@ class EncodedChats(Generic[Chat]):
             int64 [n, columns], rows of the table of turns.
         """
         ends: np.ndarray = self.ends(max_tokens=width)[sequences]
+        if self.cuts_turns:
+            starts = self.store.bounds[sequences].tolist()
+            for i, start in enumerate(starts):
+                encoded = self.store.read_encoded(start, start + width)
+                targets = encoded[encoded >= 0]
+                text = self.renderer.encoder.decode(targets.tolist())
+                ends[i] = (sequences[i], width, len(targets), len(text.encode()), 0)
         return ends
 
     def examples_of(self, sequences: np.ndarray, lengths: np.ndarray) -> Examples:
@@ -230,6 +241,23 @@ class EncodedChats(Generic[Chat]):
             setattr(audit, name, int(is_in[np.array(numbers, np.int64)].sum()))
 
 
+class EncodedTokens(EncodedChats[Any]):
+    """The records of a shard that are already tokens, each as one example."""
+
+    cuts_turns = True
+
+    def encode(self, records: Iterable[ReadRecord[Any]]) -> None:
+        """Store the records."""
+        for read in records:
+            ids, is_target = read.record
+            loss_mask = is_target == 1
+            loss_mask[:1] = False  # the first token has no context
+            targets = ids[loss_mask].tolist()
+            text = self.renderer.encoder.decode(targets)
+            end = TurnEnd(len(ids), len(targets), target_bytes=len(text.encode()), ended=0)
+            self.add_example(read.number, TokenSequence(ids, loss_mask, (end,)))
+
+
 class EncodedPairs(EncodedChats[PreferenceRecord]):
     """The preference data of a shard as tokens: pairs of answers, and single answers with a label.
 
@@ -250,6 +278,7 @@ class EncodedPairs(EncodedChats[PreferenceRecord]):
     """
 
     parts = 2
+    cuts_turns = True
     tokens_beyond = 0
 
     def __init__(
@@ -330,17 +359,6 @@ class EncodedPairs(EncodedChats[PreferenceRecord]):
             # The last token of the prompt predicts the first one of the answer.
             shared = max(int(np.logical_and.accumulate(is_prompt).sum()) - 1, 0)
         self._shared.append(shared)
-
-    def truncated(self, sequences: np.ndarray, width: int) -> np.ndarray:
-        """Return the first tokens of answers with their prompts, which end no turn."""
-        ends: np.ndarray = self.ends()[sequences]
-        starts = self.store.bounds[sequences].tolist()
-        for i, start in enumerate(starts):
-            encoded = self.store.read_encoded(start, start + width)
-            targets = encoded[encoded >= 0]
-            text = self.renderer.encoder.decode(targets.tolist())
-            ends[i] = (sequences[i], width, len(targets), len(text.encode()), 0)
-        return ends
 
     def examples_of(self, sequences: np.ndarray, lengths: np.ndarray) -> Examples:
         """Return what is written of pairs: of the second answer not the prompt that is shared."""

@@ -23,6 +23,7 @@ from llmtrain.errors import UserError
 ConversationFormat: TypeAlias = Literal["messages", "prompt_completion", "sharegpt", "alpaca"]
 # The fields that every record of a format has. They tell the format: the first that fits.
 CONVERSATION_FORMATS: dict[str, tuple[str, ...]] = {
+    "tokens": ("input_ids",),  # there may also be the messages that they were made from
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
     "sharegpt": ("conversations",),
@@ -36,7 +37,7 @@ PREFERENCE_FORMATS: dict[str, tuple[str, ...]] = {
 PROMPT_FIELDS = ("prompt", "messages", "conversations")
 _FIELDS = itertools.chain(*CONVERSATION_FORMATS.values(), *PREFERENCE_FORMATS.values())
 # The fields to which --columns can give another name.
-RECORD_FIELDS = tuple(dict.fromkeys(["text", *_FIELDS, "input", "system", "tools"]))
+RECORD_FIELDS = tuple(dict.fromkeys(["text", *_FIELDS, "labels", "input", "system", "tools"]))
 
 
 class Conversation(NamedTuple):

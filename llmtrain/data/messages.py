@@ -1,11 +1,17 @@
-"""Check the messages of a record, and bring them into the form that chat templates take."""
+"""Check the messages or the tokens of a record.
+
+Messages are brought into the form that chat templates take.
+"""
 
 import json
 import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from llmtrain.data.readers import Fields
+import numpy as np
+
+from llmtrain.data.readers import Fields, shown
+from llmtrain.interfaces.batches import IGNORED
 
 # The role, the content and all other fields of a message, as chat templates take them.
 Message: TypeAlias = dict[str, Any]
@@ -30,6 +36,8 @@ _ROLES = {
 _REASONING_IN_CONTENT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 # If the prompt has already begun the reasoning, an answer may leave out the first tag.
 _REST_OF_REASONING = re.compile(r"(?:\s*<think>)?(.*?)</think>\s*", re.DOTALL)
+# The fields that may say which tokens of a record are trained, besides its labels.
+_MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks")
 _T = TypeVar("_T")
 
 
@@ -188,6 +196,52 @@ def from_json(value: object) -> object:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
+
+
+def tokens_of(record: Fields, vocabulary: int) -> np.ndarray:
+    """Read a record that is already tokens, without its padding.
+
+    All tokens are targets, except those that ``labels`` or a mask leaves out.
+
+    Args:
+        record: the fields of the record.
+        vocabulary: the largest token of the tokenizer, plus 1; 0 if it is trained on the data.
+
+    Returns:
+        int32 [2, n], the tokens, and a 1 for each that is a target.
+
+    Raises:
+        BadRecord: if a field does not fit the tokens, or if the tokens do not fit the tokenizer.
+    """
+    columns: dict[str, np.ndarray] = {}
+    for field in ("input_ids", "labels", *_MASKS):
+        values: Any = record.get(field)
+        if values is None and field != "input_ids":
+            continue
+        if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+            raise BadRecord(f"field '{field}' is {shown(values)}, not a list of integers")
+        columns[field] = np.array(values, np.int64)
+        if len(values) != len(columns["input_ids"]):
+            raise BadRecord(f"field '{field}' has another length than input_ids")
+
+    ids = columns["input_ids"]
+    unknown = ids[(ids < 0) | (ids >= vocabulary)]
+    if len(unknown):
+        raise BadRecord(f"the tokenizer has no token {unknown[0]}; --tokenizer must name another")
+
+    labels = columns.get("labels", ids)
+    is_target = labels != IGNORED
+    if (is_target & (labels != ids)).any():
+        raise BadRecord("labels has another token than input_ids at one place; do not shift labels")
+    for field in columns.keys() & _MASKS:
+        is_target &= columns[field] != 0
+
+    # Padding has 0 in the attention mask. In some data sets, documents have the numbers 1, 2, ...
+    numbers = columns.get("attention_mask", np.ones(len(ids)))
+    kept = np.flatnonzero(numbers)
+    if (np.diff(kept) != 1).any() or np.diff(numbers[kept]).any():
+        raise BadRecord("attention_mask divides the tokens; make a record of each document")
+    return np.array([ids, is_target], np.int32)[:, kept]
 
 
 def separate_reasoning(message: Message, is_begun: bool) -> tuple[Message, str]:

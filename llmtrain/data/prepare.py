@@ -25,7 +25,7 @@ from llmtrain.data.audit import Audit, covering_length, summed
 from llmtrain.data.chat_template import REASONING_OPTION
 from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.corpus import EncodedCorpus
-from llmtrain.data.examples import EncodedChats, EncodedPairs
+from llmtrain.data.examples import EncodedChats, EncodedPairs, EncodedTokens
 from llmtrain.data.readers import Source, Split
 from llmtrain.data.records import SHARD_BYTES, SHARD_RECORDS, Documents, records_of
 from llmtrain.data.render import AnyRenderer, PromptCompletionRenderer, Renderer
@@ -105,8 +105,9 @@ class SetMaker:
     def __init__(self, folder: Path, request: DataRequest) -> None:
         self.folder = folder
         self.request = request
+        vocabulary = 0 if request.tokenizer is None else vocabulary_of(request.tokenizer)
         self.readers = [
-            records_of(source, request.config, request.chat, request.unpaired)
+            records_of(source, request.config, request.chat, request.unpaired, vocabulary)
             for source in request.recorded
         ]
         folder.mkdir(parents=True, exist_ok=True)
@@ -225,7 +226,8 @@ class SetMaker:
         assert self.renderer is not None, "and a renderer"
         if isinstance(request.chat, PairConfig):
             return EncodedPairs(reader, shard, self.renderer, request.chat, path, request.unpaired)
-        return EncodedChats(reader, shard, self.renderer, request.chat, path)
+        encoder = EncodedTokens if reader.source.format == "tokens" else EncodedChats
+        return encoder(reader, shard, self.renderer, request.chat, path)
 
     def _facts_path(self, source: int, number: int) -> Path:
         return self.folder / f"shard-{source}-{number:05}.json"
@@ -395,7 +397,8 @@ def _check_split(
             f"{source.flag} {source.name}: no example is left: {audit.left_out()}; "
             f"{audit.remedy(length)}."
         )
-    if split == "train" and audit.unit == "conversation" and not audit.ended:
+    has_turns = audit.unit == "conversation" and source.format != "tokens"
+    if split == "train" and has_turns and not audit.ended:
         raise UserError(
             f"--dataset {source.name}: no turn trains the token that ends it, so the model "
             "would never stop. Put that token inside {% generation %} in the chat template, or "

@@ -21,12 +21,13 @@ from llmtrain.data.formats import (
     parse_columns,
     preference_of,
 )
-from llmtrain.data.messages import BadRecord
+from llmtrain.data.messages import BadRecord, tokens_of
 from llmtrain.data.readers import Fields, Record, Source, Split, shown
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 
-R = TypeVar("R", str, Conversation, PreferenceRecord)
+Document: TypeAlias = str | np.ndarray  # its text, or its tokens, int32
+R = TypeVar("R", Document, Conversation, PreferenceRecord)
 Chat = TypeVar("Chat", Conversation, PreferenceRecord)
 # Whether each record has something in a split, bool [records].
 Splits: TypeAlias = dict[Split, np.ndarray]
@@ -205,6 +206,8 @@ class Records(Generic[R]):
 
         That is the prompt, so all answers to a prompt are in the same split.
         """
+        if isinstance(record, np.ndarray):  # of tokens, it is all of them
+            return record[0].tobytes(), 1
         hashed = record.prompt or record.messages  # the latter if it begins with an answer
         return json_text(hashed, sort_keys=True, default=str).encode(), 1
 
@@ -214,7 +217,7 @@ class Records(Generic[R]):
 
     def parts(
         self, records: Iterable[ReadRecord[R]] | None = None
-    ) -> Iterator[tuple[int, Split | None, str]]:
+    ) -> Iterator[tuple[int, Split | None, Any]]:
         """Yield the texts of the messages of records; by default of all.
 
         Yields:
@@ -268,8 +271,8 @@ class Records(Generic[R]):
         return {"train": is_train, "eval": is_eval}
 
 
-class Documents(Records[str]):
-    """The texts of a source. No document is skipped.
+class Documents(Records[Document]):
+    """The texts of a source, some of which may be tokens already. No document is skipped.
 
     If no hash chooses well, the longest document and its copies are cut: the eval data are their
     ends, and their beginnings are training data.
@@ -278,17 +281,17 @@ class Documents(Records[str]):
     unit = "text"
     bad_row_hint = ""
 
-    def measure(self, record: str) -> tuple[bytes, int]:
-        """Return a document, and the number of its characters."""
-        return record.encode(), len(record)
+    def measure(self, record: Document) -> tuple[bytes, int]:
+        """Return a document, and the number of its characters or tokens."""
+        return record.encode() if isinstance(record, str) else record.tobytes(), len(record)
 
     def text_bytes_of(self, fields: Fields, content: bytes) -> int:
-        """Return the UTF-8 bytes of a document."""
+        """Return the bytes of a document."""
         return len(content)
 
     def parts(
-        self, records: Iterable[ReadRecord[str]] | None = None
-    ) -> Iterator[tuple[int, Split | None, str]]:
+        self, records: Iterable[ReadRecord[Document]] | None = None
+    ) -> Iterator[tuple[int, Split | None, Any]]:
         """Yield documents; by default all.
 
         Yields:
@@ -329,46 +332,55 @@ def shards_of(text_bytes: np.ndarray) -> list[range]:
 
 
 def records_of(
-    source: Source, config: DataConfig, chat: RowConfig | None, unpaired: bool
+    source: Source, config: DataConfig, chat: RowConfig | None, unpaired: bool, vocabulary: int
 ) -> Records[Any]:
-    """Return the documents, conversations or preference records of a source.
+    """Return the documents, conversations, preference records or tokens of a source.
 
     Args:
         source: the records as fields.
         config: the share of the eval data, and the field of a text.
         chat: how records become rows, if any source is not text.
         unpaired: the loss takes single answers with a label, not only pairs.
+        vocabulary: the largest token of the tokenizer, plus 1; 0 if it is trained on the data.
     """
     if chat is None or source.format == "text":
         field = parse_columns(config.columns).get("text", "text")
         return Documents(
             source,
-            partial(text_of, field=field),
+            partial(text_of, field=field, vocabulary=vocabulary),
             config.eval_fraction,
             config.max_train_samples,
             field=field,
         )
 
+    nulls = source.has_artificial_nulls
     read: Callable[..., Any]
-    if isinstance(chat, PairConfig):
-        read = partial(preference_of, allows_single=unpaired)
+    if source.format == "tokens":
+        read = partial(tokens_of, vocabulary=vocabulary)
+    elif isinstance(chat, PairConfig):
+        read = partial(preference_of, allows_single=unpaired, has_artificial_nulls=nulls)
     else:
-        read = partial(conversation_of, format=source.format)
+        read = partial(conversation_of, format=source.format, has_artificial_nulls=nulls)
     return Records(
         source,
-        partial(read, has_artificial_nulls=source.has_artificial_nulls),
+        read,
         config.eval_fraction,
         config.max_train_samples,
         skips_bad=chat.on_bad_row == "skip",
     )
 
 
-def text_of(fields: Fields, field: str) -> str:
-    """Return the text of a record.
+def text_of(fields: Fields, field: str, vocabulary: int = 0) -> Document:
+    """Return the text of a record. A record without one may have tokens.
 
     Raises:
-        BadRecord: if the record has no such field, or no valid text in it.
+        BadRecord: if the record has neither, or if they are not valid.
     """
+    if field not in fields and "input_ids" in fields:
+        tokens = tokens_of(fields, vocabulary)
+        if not tokens[1, 1:].all():
+            raise BadRecord("labels or a mask leave tokens out; use recipes/finetune.py for that")
+        return np.array(tokens[0])
     if field not in fields:
         content = f"has {', '.join(map(str, fields))}" if fields else "is empty"
         raise BadRecord(

@@ -100,7 +100,7 @@ def requested_sources(
         if eval:
             only_split = "train" if number < len(train) else "eval"
         format = _format_of(source, chat, unpaired)
-        needs_template = format != "text"
+        needs_template = format not in ("text", "tokens")
         if source.rows is not None:
             needs_template = source.needs_template
         elif format in ("prompt_completion", *PREFERENCE_FORMATS) and source.first:

@@ -182,7 +182,7 @@ SAME: dict[str, dict[str, Any]] = {
     ],
 )
 def test_every_format_is_detected_and_gives_the_same_rows(tmp_path, capsys, format, suffix):
-    assert list(SAME) == list(CONVERSATION_FORMATS)
+    assert ["tokens", *SAME] == list(CONVERSATION_FORMATS)
     as_messages = tokenize_chats(tmp_path, [SAME["messages"]])
 
     tokenized = tokenize_files(write_records(tmp_path / f"other.{suffix}", [SAME[format]]))
