@@ -189,8 +189,7 @@ def describe_steps(settings: Settings, rows: Tokenized) -> str:
         f"{pluralize(settings.data.global_batch_size, 'row')} per step"
     )
     if optim.deciding_flag == "max_tokens":
-        step_tokens = settings.data.global_batch_size * rows.positions
-        line += f"; --max_tokens {optim.max_tokens:,} at {step_tokens:,} tokens per step"
+        line += f"; --max_tokens {optim.max_tokens:,} at {rows.positions:,} tokens per row"
     elif optim.num_train_epochs is not None and optim.deciding_flag == "max_steps":
         line += f"; --max_steps overrides --num_train_epochs {optim.num_train_epochs:g}"
     return line

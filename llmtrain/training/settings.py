@@ -66,6 +66,7 @@ class OptimConfig(Config):
         "number of tokens to train on, such as 2e9, instead of --max_steps and --num_train_epochs; "
         "every position of a row counts, also padding; 0: one of those decides",
         affects="nothing",  # max_steps then says how many steps these are
+        hidden=True,
     )
     learning_rate: float = flag(1e-3, "peak learning rate")
     lr_scheduler_type: Literal[
@@ -186,7 +187,7 @@ class OptimConfig(Config):
             UserError: if the user set ``--max_tokens`` and one of these.
         """
         flags = ("max_tokens", "max_steps", "num_train_epochs")
-        given = [name for name in flags if self.is_set(name) and getattr(self, name)]
+        given = [name for name in flags if getattr(self, name) and self.is_set(name)]
         decisive = [name for name in given if self.origins[name] == COMMAND_LINE] or given
         if decisive[:1] == ["max_tokens"] and len(decisive) > 1:
             raise UserError(

@@ -128,7 +128,7 @@ def test_the_log_says_steps_epochs_and_rows() -> None:
     )
     assert describe_steps(settled("--max_tokens", "2e4", rows=rows), rows) == (
         "157 steps = 0.41 epochs of 3,040 rows, 8 rows per step; "
-        "--max_tokens 20,000 at 128 tokens per step"
+        "--max_tokens 20,000 at 16 tokens per row"
     )
 
 
