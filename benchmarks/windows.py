@@ -3,7 +3,7 @@
 | measured | compared with |
 |---|---|
 | the share of a batch's pairs of rows that are from one shard | a permutation; Streaming's py1e |
-| the eval loss after 120 steps on sorted text | a permutation |
+| the eval loss on sorted text, after an epoch and before a window ends | a permutation |
 
 A permutation of all rows has every shard open all the time. A window of 64 has at most 64 of them.
 
@@ -12,20 +12,20 @@ are spread over a range of `shuffle_block_size` samples
 (https://docs.mosaicml.com/projects/streaming/en/stable/dataset_configuration/shuffling.html).
 Here the range has as many rows as the shards of a window.
 
-The text is Python's documentation by module, and then the functions of its library by file. Its
-rows are divided into 256 shards, and 120 steps see about as many rows as a window of 64 shards has.
-So windows are at their worst: the run ends before it has seen a shard of another window. Windows of
-one shard are the control: if their loss is no higher, the table shows nothing. The GPT has two
-layers of width 64.
+The text is Python's documentation, sorted by topic and module, in 256 shards. An epoch has four
+windows of 64. In the other case, the functions of Python's library follow, in the order of its
+files, and a run ends after the first window, so it has seen a quarter of the shards: windows are at
+their worst. Windows of one shard are the control: if their loss is no higher, the table shows
+nothing. The GPT has two layers of width 64.
 
 Repeat it with `python -m benchmarks.windows`. One thread trains.
 """
 
-import argparse
 import math
 import statistics
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,9 +43,27 @@ BATCH = 256
 
 # The eval loss.
 SEEDS = 3
-STEPS = 120
 TEXT_SHARDS = 256
-TEXT = ("builtin:python-docs", "builtin:python-functions")
+
+
+class Case(NamedTuple):
+    """Runs on one text.
+
+    Attributes:
+        name: how much of the text they see.
+        text: the data sets.
+        steps: the steps of 32 rows.
+    """
+
+    name: str
+    text: tuple[str, ...]
+    steps: int
+
+
+CASES = [
+    Case("an epoch", text=("builtin:python-docs",), steps=177),
+    Case("a window", text=("builtin:python-docs", "builtin:python-functions"), steps=120),
+]
 
 
 def main() -> None:
@@ -54,16 +72,10 @@ def main() -> None:
         train(int(window), recipe_flags)
         return
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="runs of each order")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of a run")
-    arguments = parser.parse_args()
-
     table = Table("windows")
     compare_pairs(table)
-    losses = compare_losses(table, arguments.seeds, arguments.steps)
-    if (arguments.seeds, arguments.steps) == (SEEDS, STEPS):
-        table.write(eval_losses=losses)
+    losses = {case.name: compare_losses(table, case) for case in CASES}
+    table.write(eval_losses=losses)
 
 
 # The pairs of rows
@@ -119,15 +131,21 @@ def pair_shares(order: np.ndarray) -> np.ndarray:
 # The eval loss
 
 
-def compare_losses(table: Table, seeds: int, steps: int) -> dict[str, list[float]]:
+def compare_losses(table: Table, case: Case) -> dict[str, list[float]]:
     """Add the rows about the eval loss; return the losses of the runs."""
     windows = {"windows of 64": WINDOW, "windows of 1": 1, "permutation": TEXT_SHARDS}
     losses: dict[str, list[float]] = {name: [] for name in windows}
     with scratch() as folder:
-        for seed in range(seeds):
+        for seed in range(SEEDS):
             for name, window in windows.items():
-                losses[name].append(eval_loss(folder, window, seed, steps))
+                losses[name].append(eval_loss(folder, case, window, seed))
 
+    report_losses(table, case, losses)
+    return losses
+
+
+def report_losses(table: Table, case: Case, losses: dict[str, list[float]]) -> None:
+    """Add the rows about the eval loss, and print how certain the differences are."""
     for name, values in losses.items():
         say(
             name,
@@ -136,35 +154,34 @@ def compare_losses(table: Table, seeds: int, steps: int) -> dict[str, list[float
     for name in ("windows of 64", "windows of 1"):
         # Runs of one seed begin with the same weights.
         differences = np.subtract(losses[name], losses["permutation"])
-        standard_error = differences.std(ddof=1) / math.sqrt(seeds)
+        standard_error = differences.std(ddof=1) / math.sqrt(SEEDS)
         say(
             name,
             f"{differences.mean():+.4f} nats, {differences.mean() / standard_error:+.1f} standard "
             "errors",
         )
         table.add(
-            work=f"eval loss, {name} of {TEXT_SHARDS} shards",
+            work=f"eval loss after {case.name}, {name} of {TEXT_SHARDS} shards",
             against="a permutation of all rows",
             ours=statistics.mean(losses[name]),
             theirs=statistics.mean(losses["permutation"]),
             unit="nats",
             target="<= 1.01" if name == "windows of 64" else "",
         )
-    return losses
 
 
-def eval_loss(folder: Path, window: int, seed: int, steps: int) -> float:
+def eval_loss(folder: Path, case: Case, window: int, seed: int) -> float:
     """Train in a process of its own, and return the last eval loss."""
     run_folder = folder / f"window-{window}-seed-{seed}"
     recipe_flags = flags(
-        dataset=TEXT,
+        dataset=case.text,
         n_layer=2,
         n_head=2,
         n_embd=64,
         seed=seed,
-        max_steps=steps,
-        eval_steps=steps,
-        save_steps=steps,
+        max_steps=case.steps,
+        eval_steps=case.steps,
+        save_steps=case.steps,
         threads=1,
     )
     command = [sys.executable, "-m", "benchmarks.windows", "--train", window, *recipe_flags]
@@ -178,6 +195,7 @@ def train(window: int, recipe_flags: list[str]) -> None:
     """Train as ``recipes/gpt.py`` does, with rows in shards that are fewer than a real shard's."""
     import llmtrain as lt
     from llmtrain.data.loader import train_loader
+    from llmtrain.data.shards import ArrayRows, TokenRows
     from recipes import gpt
 
     settings = lt.parse(gpt.DEFAULTS, recipe_flags)
@@ -185,18 +203,20 @@ def train(window: int, recipe_flags: list[str]) -> None:
     accelerator = lt.start(settings)
     bundle = lt.place(accelerator, gpt.build, settings, rows)
     optimizer = lt.make_optimizer(accelerator, bundle.model, settings.optim)
-    shard_ends = np.linspace(0, len(rows.train), TEXT_SHARDS + 1).astype(int)
+    columns = rows.train.read(np.arange(len(rows.train)))
+    shards = []
+    for numbers in np.array_split(np.arange(len(rows.train)), TEXT_SHARDS):
+        shards.append(ArrayRows({name: column[numbers] for name, column in columns.items()}))
 
     with lt.open_run(accelerator, settings, rows, bundle, optimizer) as run:
         _, eval_batches = lt.loaders(run)
         train_batches = train_loader(
-            rows.train,
+            TokenRows(shards),
             settings.data.global_batch_size,
             micro_batch=run.layout.micro_batch,
             steps=range(settings.optim.max_steps),
             seed=settings.optim.seed,
             prepare=bundle.prepare_batch,
-            shard_rows=np.diff(shard_ends).tolist(),
             window=window,
         )
         lt.train(run, *accelerator.prepare(bundle.model, optimizer, train_batches, eval_batches))

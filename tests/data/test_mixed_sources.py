@@ -162,6 +162,15 @@ def test_the_log_has_the_shares_of_rows_and_target_tokens(chat_file, text_file, 
     assert row_share > 1.5 * target_share, "rows of text have more targets"
 
 
+@pytest.mark.parametrize(
+    ("weights", "order"), [([], "shuffled in windows of 1 shards"), ([3, 1], "shuffled")]
+)
+def test_the_sources_of_a_mixture_count_their_shards_apart(tmp_path, text_file, weights, order):
+    other = write_records(tmp_path / "other.jsonl", [{"text": text.upper()} for text in TEXTS])
+    mixed = tokenize(data_config(text_file, other, mixture=weights, shuffle_window=1), BLOCK)
+    assert mixed.order == order
+
+
 # --- errors
 
 PAIRS = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(4)]

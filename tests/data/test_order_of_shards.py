@@ -7,7 +7,9 @@ import pytest
 
 import llmtrain as lt
 from llmtrain.data import order
+from llmtrain.data.loader import train_loader
 from llmtrain.data.order import GlobalBatchSampler, Mixture, permute, shuffle_name
+from llmtrain.data.shards import ArrayRows, TokenRows
 from llmtrain.seeds import key_of
 
 SHARDS = np.random.default_rng(0).integers(30, 90, 150).tolist()  # they have different sizes
@@ -144,6 +146,15 @@ def test_rows_are_grouped_by_length_with_windows_too():
     assert sorted(grouped) == list(range(ROWS))
     assert grouped != ungrouped
     assert sorted(grouped[: 50 * SIZE]) == sorted(ungrouped[: 50 * SIZE])
+
+
+def test_a_loader_draws_one_window_of_shards_after_the_other():
+    shards = [ArrayRows({"input_ids": np.zeros((count, 2), int)}) for count in (5, 8, 10)]
+    loader = train_loader(TokenRows(shards), 8, 8, range(3), seed=5, window=1)
+    order = [row for batch in loader for row in batch.rows.tolist() if row >= 0]
+    assert sorted(order) == list(range(23))
+    shards = np.repeat([0, 1, 2], [5, 8, 10])[order]
+    assert np.count_nonzero(np.diff(shards)) == 2
 
 
 # --- any position

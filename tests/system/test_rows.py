@@ -83,6 +83,20 @@ def assert_same(capsys: Capture, run: Path, step: int) -> None:
     assert len(re.findall("^===== row ", out, re.MULTILINE)) == 8
 
 
+def test_rows_are_drawn_in_windows_if_the_data_have_more_shards(capsys, tmp_path, text_file):
+    other = tmp_path / "other.txt"
+    other.write_text(text_file.read_text().swapcase())
+    flags = [*TINY, "--shuffle_window", "1", "--dataset", str(text_file), str(other)]
+    train(tmp_path, "run", GPT, flags)
+    run = tmp_path / "run"
+    assert_same(capsys, run, 3)
+    assert read_json(run / "run.json")["fingerprint"]["order"] == "shuffled in windows of 1 shards"
+
+    first_rows = read_json(run / "run.json")["source_rows"][0]
+    numbers = [row["row"] for row in rows_of(capsys, run, "--step", 1)]
+    assert len({number <= first_rows for number in numbers}) == 1
+
+
 def documents_of(text: str) -> list[str]:
     """Return the documents of a row, without its padding."""
     text = re.sub(r"\n----- \d+ padding tokens?$", "", text)
