@@ -218,7 +218,9 @@ def tokens_of(record: Fields, vocabulary: int) -> np.ndarray:
         values: Any = record.get(field)
         if values is None and field != "input_ids":
             continue
-        if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+        is_array = isinstance(values, np.ndarray)  # of a file of tokens
+        are_integers = isinstance(values, list) and all(isinstance(each, int) for each in values)
+        if not is_array and not are_integers:
             raise BadRecord(f"field '{field}' is {shown(values)}, not a list of integers")
         columns[field] = np.array(values, np.int64)
         if len(values) != len(columns["input_ids"]):

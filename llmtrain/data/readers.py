@@ -64,9 +64,8 @@ class Source:
         only_split: the split of all records; ``None`` to divide them.
         needs_template: whether the records are more than prompts with texts as completions. The
             first one decides. Text has no prompts, and needs no template.
-        rows: the rows of a set that was prepared before, or of files of tokens. There are then no
-            records.
-        token_files: the files of tokens.
+        rows: the rows of a set that was prepared before, which has no records.
+        token_files: files of tokens. Their records are known once there is a tokenizer.
     """
 
     name: str

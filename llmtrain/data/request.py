@@ -18,7 +18,7 @@ from llmtrain.data.order import counts_per_period
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.readers import Source
 from llmtrain.data.sources import requested_sources
-from llmtrain.data.token_files import token_file_rows
+from llmtrain.data.token_files import token_documents
 from llmtrain.data.tokenized import FORMAT_VERSION
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject, digest
@@ -92,7 +92,6 @@ class DataRequest:
         if sets and self.max_length == "auto":
             self.max_length = sets[0].rows.metadata.block_size
         _check_record_flags(config, self.sources, chat, self.max_length)
-        self.recorded = [each for each in self.sources if not (each.rows or each.token_files)]
         self.train_names = [each.name for each in self.sources if each.only_split != "eval"]
 
         self.chat: RowConfig | None = None
@@ -114,11 +113,9 @@ class DataRequest:
                 self._check_set(source)
             elif source.token_files:
                 assert self.tokenizer is not None, "it is not trained"
-                assert self.max_length != "auto", "which has no effect on text"
-                rows = token_file_rows(
-                    source.token_files, self.tokenizer, self.max_length, config.isolate_documents
-                )
-                self.sources[number] = replace(source, rows=rows)
+                read = functools.partial(token_documents, source.token_files, self.tokenizer)
+                self.sources[number] = replace(source, records=read)
+        self.recorded = [source for source in self.sources if source.rows is None]
 
     def _choose_tokenizer(self, trust_remote_code: bool) -> None:
         """Load the tokenizer, and set its chat template. Without ``--tokenizer``, a set has one.

@@ -224,7 +224,10 @@ def _prepared_source(name: str, flag: str) -> Source | None:
     """
     if name.endswith(".bin"):
         paths = sorted(map(Path, glob.glob(str(Path(name).expanduser()))))  # noqa: PTH207
-        source = Source(name, lambda: "", lambda _: iter(()), flag=flag, token_files=paths)
+        labels = {path: "" for each in paths for path in (each, each.with_suffix(".idx"))}
+        labels = {path: label for path, label in labels.items() if path.exists()}
+        fingerprint = functools.partial(digest_of_files, labels)
+        source = Source(name, fingerprint, lambda _: iter(()), flag=flag, token_files=paths)
         return source if paths else None
     if not is_set(name):
         return None
