@@ -1,4 +1,4 @@
-"""Print the rows of a step, of a run or a recipe, as text with marked targets.
+"""Print the rows of a step, of a run or a recipe, or of a set, as text with marked targets.
 
 Each row of a run has its nll under the run's model, if the run minimises the nll. The rows of a
 recipe are those that it would train on with these flags. Nothing is trained.
@@ -41,7 +41,9 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(
-        parser, "a run folder; or the path of a recipe, which gets all flags not listed here"
+        parser,
+        "a run folder, or that of a set; or the path of a recipe, which gets all flags not listed "
+        "here",
     )
     parser.add_argument(
         "--step", type=int, metavar="N", help="print the rows of this step (default: 1, the first)"
@@ -62,6 +64,8 @@ def run(arguments: argparse.Namespace) -> None:
     if len(given) > 1:
         raise UserError(f"--{given[0]} and --{given[1]} exclude each other; leave one out.")
     step = arguments.step if given else 1
+    from llmtrain.data.sources import is_set
+    from llmtrain.data.tokenized import Tokenized
 
     history = model = None
     if not folder.is_dir():
@@ -69,9 +73,15 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.checkpoint is not None:
             raise UserError(f"--checkpoint is for a run, and {folder} is a recipe.")
         data = _data_of_recipe(arguments.recipe, arguments.flags, step)
+    elif arguments.flags:
+        raise UserError(f"{arguments.flags[0]} is for a recipe, and {folder} is a folder.")
+    elif is_set(str(folder)):
+        if arguments.step is not None or arguments.checkpoint is not None:
+            raise UserError(f"{folder} is a set, which has no steps; use --row or --random.")
+        data = _Data(Tokenized.open(folder), global_batch_size=0, seed=0)
+        step = None
+        arguments.row = arguments.row if given else 0
     else:
-        if arguments.flags:
-            raise UserError(f"{arguments.flags[0]} is for a recipe, and {folder} is a folder.")
         history = History.of_run(folder)
         model = _model_of(history, arguments.checkpoint)
         if step is not None:

@@ -112,6 +112,8 @@ class TokenRows:
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Return rows by column; see :class:`Rows`."""
+        if len(self.shards) == 1:
+            return self.shards[0].read(rows)
         numbers = np.searchsorted(self._ends, rows, side="right")
         columns: dict[str, np.ndarray] = {}
         for number in np.unique(numbers).tolist():
@@ -241,7 +243,8 @@ class Shard:
             values = values.reshape(len(rows), *column.shape)
             if values.dtype.kind == "u":
                 is_ignored = values == IGNORED % (1 << 8 * values.itemsize)
-                values = np.where(is_ignored, IGNORED, values.astype(np.int64))
+                values = values.astype(np.int32)
+                values[is_ignored] = IGNORED
             columns[name] = values
             first_byte += self.rows * column.row_bytes
         return columns

@@ -45,7 +45,7 @@ def train(
     if run.settings.run.dry_run:
         say(
             "dry run",
-            "nothing was trained or written; to see rows and their targets: "
+            "nothing was trained, and the rows are in the cache; to see rows and their targets: "
             "llmtrain rows RECIPE with the same flags",
         )
         return
