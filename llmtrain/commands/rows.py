@@ -92,23 +92,22 @@ def run(arguments: argparse.Namespace) -> None:
     if step is not None:
         numbers, proof = _rows_of_step(data, step, history)
     else:
-        count = len(data.rows.train)
-        if arguments.row is None:
-            if arguments.random < 1:
-                raise UserError(
-                    f"--random {arguments.random} is out of range: print at least one row."
-                )
-            numbers = random.sample(range(count), min(arguments.random, count))
-        else:
-            if not 0 <= arguments.row < count:
-                raise UserError(
-                    f"--row {arguments.row}: no such row; the rows are 0 to {count - 1:,}."
-                )
-            numbers = [arguments.row]
+        numbers = _numbered_rows(arguments, count=len(data.rows.train))
     _print(data.rows, numbers, model=model, proof=proof, as_json=arguments.json)
 
 
 # --- the rows
+
+
+def _numbered_rows(arguments: argparse.Namespace, count: int) -> list[int]:
+    """Return the numbers of ``--row`` or ``--random``, if there are ``count`` rows."""
+    if arguments.row is None:
+        if arguments.random < 1:
+            raise UserError(f"--random {arguments.random} is out of range: print at least one row.")
+        return random.sample(range(count), min(arguments.random, count))
+    if not 0 <= arguments.row < count:
+        raise UserError(f"--row {arguments.row}: no such row; the rows are 0 to {count - 1:,}.")
+    return [arguments.row]
 
 
 class _Data(NamedTuple):
