@@ -204,16 +204,19 @@ def test_a_shard_has_the_rows_of_a_set_of_its_records_only(
         assert sorted(texts) == sorted(answers)
 
 
-def test_the_hash_of_the_data_depends_on_the_borders(
+def test_the_hash_of_the_data_depends_on_the_borders_and_on_all_shards(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_records(tmp_path / "all.jsonl", TEXTS)
-    hashes = set()
-    for most_records in (RECORDS + 1, RECORDS, 20, 7):
+    def data_hash(most_records: int, texts: list[dict[str, Any]] = TEXTS) -> str:
         monkeypatch.setattr(records, "SHARD_RECORDS", most_records)
         monkeypatch.setenv("LLMTRAIN_CACHE", str(cache / str(most_records)))
-        hashes.add(make_set(path, None).metadata.data_sha256)
-    assert len(hashes) == 3  # one shard, two, and six
+        path = write_records(tmp_path / "all.jsonl", texts)
+        return make_set(path, None).metadata.data_sha256
+
+    assert data_hash(RECORDS) == data_hash(RECORDS + 1)  # one shard
+    with_other_end = [*TEXTS[:-1], TEXTS[0]]
+    hashes = {data_hash(RECORDS), data_hash(20), data_hash(7), data_hash(20, with_other_end)}
+    assert len(hashes) == 4
 
 
 @pytest.mark.usefixtures("small_shards")

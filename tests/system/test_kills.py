@@ -202,7 +202,7 @@ def test_killed_runs_end_with_the_same_bits_and_rows(
 
 KILLED_MAKER = """
 import os, pathlib, runpy, signal, sys, time
-from llmtrain.data import corpus
+from llmtrain.data import corpus, prepare
 
 owner, name, place = {moment}
 original = getattr(owner, name)
@@ -223,7 +223,9 @@ sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 HALF_OF_THE_ROWS = "corpus, 'write_stream', 'train-0'"
-# A damaged entry is out of the way, and the new one is not there yet.
+# All shards are complete, and there is no manifest.
+NO_MANIFEST = "prepare, 'write_sealed', 'shard-0'"
+# A damaged entry is gone, and the new one has nothing but a tokenizer.
 NO_ENTRY = "pathlib.Path, 'rename', 'cache/'"
 
 
@@ -232,6 +234,7 @@ NO_ENTRY = "pathlib.Path, 'rename', 'cache/'"
     "moment",
     [
         pytest.param(HALF_OF_THE_ROWS, id="half-of-the-rows"),
+        pytest.param(NO_MANIFEST, id="no-manifest", marks=long_form),
         pytest.param(NO_ENTRY, id="no-entry", marks=long_form),
     ],
 )
@@ -247,7 +250,7 @@ def test_a_run_whose_rows_another_one_made_half_ends_with_the_same_bits(
     env = {"LLMTRAIN_CACHE": str(cache)}
     if moment == NO_ENTRY:
         run_forked([*command, str(tmp_path / "none"), "--dry_run"], env).assert_ok()
-        [rows] = cache.glob("*/train-0.arrow")
+        [rows] = cache.glob("*/train-0-00000.safetensors")
         rows.unlink()
     calls = tmp_path / "calls"
     calls.touch()
