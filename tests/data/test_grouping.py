@@ -409,9 +409,11 @@ def test_the_order_of_rows_has_a_name_for_the_fingerprint(tmp_path, rows):
     assert Tokenized(packed, None, None, metadata=None, in_order=True).order == "stored"
     grouped = Tokenized(rows, None, None, metadata=None)
     assert grouped.order == "shuffled, grouped by length over 50 batches"
-    # A recipe may pass on rows that another call has made, with their lengths.
-    assert Tokenized.of(rows, None).order == grouped.order
-    assert Tokenized.of(rows, None).vocabulary == rows.column("input_ids").max() + 1
+    # A recipe may pass on rows that another call has made, with their lengths. These are no tokens.
+    given = Tokenized.of(rows, None)
+    assert given.order == grouped.order
+    tokens = ArrayRows({name: rows.column(name) for name in ("input_ids", "labels")})
+    assert given.metadata == Tokenized.of(TokenRows([tokens]), None).metadata
 
 
 # --- models
