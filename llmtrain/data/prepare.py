@@ -79,8 +79,10 @@ def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
                 maker = SetMaker(folder, request)
                 maker.make()
                 maker.finish()
-            except Exception:  # a kill keeps the shards that are complete
-                shutil.rmtree(folder, ignore_errors=True)
+            except Exception as error:
+                # Other data will make another entry. Otherwise, a new start needs the shards.
+                if isinstance(error, UserError) or not [*folder.glob("shard-*.json")]:
+                    shutil.rmtree(folder, ignore_errors=True)
                 raise
     except OSError as error:
         raise UserError(

@@ -175,12 +175,12 @@ def open_source(name: str, config: DataConfig, is_eval: bool = False) -> Source:
         names = ", ".join(builtin.CORPORA)
         raise UserError(f"{flag} {name} does not exist; use one of {names}.")
 
-    prepared = _prepared_source(name, flag)
-    if prepared is not None:
-        return prepared
     split_source = functools.partial(_split_source, name, config, is_eval, flag)
     try:
         path = Path(local_path(name, f"{flag} ")).expanduser()
+        prepared = _prepared_source(name, flag)
+        if prepared is not None:
+            return prepared
         names_split = config.dataset_test_split is not None
         if not is_eval:
             # With a test split, not all files of the folder must be training data.

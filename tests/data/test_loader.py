@@ -70,14 +70,6 @@ def test_the_rows_of_a_step_never_change_between_versions():
     assert epoch_of(1, 10, 4, seed=0)[:4] == [6, 0, 9, 1]
 
 
-def test_a_loader_draws_one_window_of_shards_after_the_other(rows):
-    shards = np.repeat([0, 1, 2], [5, 8, 10])
-    loader = train_loader(rows, 8, 8, range(3), seed=5, shard_rows=[5, 8, 10], window=1)
-    order = [row for batch in loader for row in batch.rows.tolist() if row >= 0]
-    assert sorted(order) == list(range(23))
-    assert np.count_nonzero(np.diff(shards[order])) == 2
-
-
 # --- layouts and resuming
 
 

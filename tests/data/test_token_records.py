@@ -16,6 +16,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from llmtrain.data import tokenizer as tok
 from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.loader import IGNORED
 from llmtrain.training.rows import tokenize
@@ -186,7 +187,8 @@ def test_tokens_are_rows_beside_conversations_and_text(tmp_path, byte_folder):
 @pytest.mark.parametrize("has_own_ends", [False, True])
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_documents_of_tokens_have_the_rows_of_their_text(tmp_path, adds_bos, has_own_ends):
-    tokenizer = byte_tokenizer()
+    backend = tok.train_tokenizer("bpe:270", TEXTS, lambda: iter(TEXTS))
+    tokenizer = tok.as_pretrained(backend, 64)
     if adds_bos:
         tokenizer.add_special_tokens({"bos_token": "<s>"})
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
