@@ -101,6 +101,8 @@ class TokenRows:
         return sum(self.shard_rows)
 
     def __getitem__(self, row: int) -> dict[str, list[Any]]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"there is no row {row}")  # which ends a loop over the rows
         columns = self.read(np.array([row]))
         return {name: column[0].tolist() for name, column in columns.items()}
 
