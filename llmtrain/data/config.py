@@ -10,7 +10,7 @@ from llmtrain.config.flags import (
     flags_of,
     require_range,
 )
-from llmtrain.data.formats import ConversationFormat, parse_columns
+from llmtrain.data.formats import ConversationFormat, parse_columns, parse_extra_columns
 from llmtrain.errors import UserError
 from llmtrain.model_folders import tokenizer_folder
 
@@ -97,6 +97,12 @@ class DataConfig(BatchConfig):
         "that have none of the fields on the right stay as they are",
         metavar="OURS=THEIRS",
     )
+    extra_columns: list[str] = flag(
+        [],
+        "fields of the records for the loss: a number, or a list with a number or k numbers for "
+        "each token; NAME:DTYPE is float16, float32 (default) or int32; loss_weight weighs tokens",
+        hidden=True,
+    )
     mixture: list[float] = flag(
         [],
         "sampling weight of each data set, in the order of --dataset: its share of the rows; the "
@@ -155,6 +161,7 @@ class DataConfig(BatchConfig):
 
         self.text_suffixes = [f".{suffix.lower().lstrip('.')}" for suffix in self.text_suffixes]
         parse_columns(self.columns)  # so that a wrong word is reported now
+        parse_extra_columns(self.extra_columns)
 
         if self.mixture and len(self.mixture) != len(self.dataset):
             raise UserError(

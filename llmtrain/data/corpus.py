@@ -44,6 +44,7 @@ from pathlib import Path
 import numpy as np
 
 from llmtrain.data.audit import Audit
+from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import LENGTHS, TOKENS_PER_BATCH, TokenStore, columns_of
 from llmtrain.data.readers import Split
 from llmtrain.data.records import Document, Documents, ReadRecord
@@ -76,7 +77,7 @@ class EncodedCorpus:
             white space follows something else.
         columns: the columns of the rows. The labels of text are its tokens, so rows of text alone
             need no column of labels. With ``position_ids``, documents do not attend to each other.
-        path: the temporary file.
+        store: the temporary file for their tokens.
     """
 
     def __init__(
@@ -86,11 +87,11 @@ class EncodedCorpus:
         tokenizer: FastTokenizer,
         is_trained: bool,
         columns: Sequence[str],
-        path: Path,
+        store: TokenStore,
     ) -> None:
         self.records = documents
         self.shard = shard
-        self.store = TokenStore(path)
+        self.store = store
         self.is_trained = is_trained
         self.columns = columns
         # The tokens before each document, behind each, and behind the last one.
@@ -121,10 +122,11 @@ class EncodedCorpus:
         Raises:
             UserError: if a document cannot be used.
         """
-        waiting: list[tuple[str, bool]] = []  # segments, and whether each ends its text
+        # Segments, and the record of each that ends its text.
+        waiting: list[tuple[str, ReadRecord[Document] | None]] = []
         characters = 0
-        for document, part, text in self.records.parts(records):
-            self._documents.append(document)
+        for read, part, text in self.records.parts(records):
+            self._documents.append(read.number)
             self._parts.append(part or "")
             if not isinstance(text, str):
                 self._encode(waiting)  # sequences are stored in the order of their documents
@@ -133,14 +135,13 @@ class EncodedCorpus:
                 start = int(np.array_equal(text[:1], self._before))
                 stop = len(text) - int(np.array_equal(text[start:][-1:], self._end_of_text))
                 self._bytes.append(len(self._backend.decode(text[start:stop].tolist()).encode()))
-                tokens = np.concatenate([self._before, text[start:stop], self._behind])
-                self.store.add(tokens, loss_mask=np.ones(len(tokens), bool))
+                self._store(read, [text[start:stop]])
                 continue
             self._bytes.append(len(text.encode()))
             # A text is not split if that might change its tokens.
             segments = _segments_of(text) if self.is_trained else [(text, True)]
             for segment, is_last in segments:
-                waiting.append((segment, is_last))
+                waiting.append((segment, read if is_last else None))
                 characters += len(segment)
                 if characters >= _ENCODE_CHARACTERS:
                     self._encode(waiting)
@@ -165,7 +166,7 @@ class EncodedCorpus:
             bytes=int(np.array(self._bytes, np.int64)[sequences].sum()),
         )
 
-    def _encode(self, segments: list[tuple[str, bool]]) -> None:
+    def _encode(self, segments: list[tuple[str, ReadRecord[Document] | None]]) -> None:
         """Encode segments on all CPU cores, and store the tokens of the texts that end."""
         texts = [text for text, _ in segments]
         try:
@@ -175,12 +176,20 @@ class EncodedCorpus:
                 f"the tokenizer cannot encode this text: {first_line(error)}."
             ) from None
 
-        for (_, is_last), encoding in zip(segments, encodings, strict=True):
+        for (_, read), encoding in zip(segments, encodings, strict=True):
             self._tokens.append(np.array(encoding.ids, np.int32))
-            if is_last:
-                tokens = np.concatenate([self._before, *self._tokens, self._behind])
-                self.store.add(tokens, loss_mask=np.ones(len(tokens), bool))
+            if read is not None:
+                self._store(read, self._tokens)
                 self._tokens = []
+
+    def _store(self, read: ReadRecord[Document], pieces: list[np.ndarray]) -> None:
+        """Store a document, given its tokens in pieces."""
+        tokens = np.concatenate([self._before, *pieces, self._behind])
+        own = slice(len(self._before), len(tokens) - len(self._behind))
+        try:
+            self.store.add(tokens, np.ones(len(tokens), bool), own, **read.extra)
+        except BadRecord as error:
+            self.records.refuse(read.number, read.place, error)
 
     def _sequences_in(self, split: Split) -> np.ndarray:
         """Return the numbers of the sequences of a split, in the order of the documents."""
@@ -230,11 +239,12 @@ def write_stream(
     tokens = int(lengths.sum()) + len(end)
     targets = max(tokens - 1, 0)
     rows = -(-targets // block_size)
-    tail = np.append(end, np.full(rows * block_size - targets, IGNORED, np.int32))
+    tail = np.zeros(len(end) + rows * block_size - targets, store.dtype)
+    tail["token"] = np.append(end, np.full(len(tail) - len(end), IGNORED))
     are_isolated = "position_ids" in columns
 
     rows_per_batch = max(TOKENS_PER_BATCH // block_size, 1)
-    row_columns = columns_of(columns, block_size + 1, vocabulary)
+    row_columns = columns_of(columns, block_size + 1, vocabulary, store.extra)
     with create_shard(path, row_columns, rows) as write:
         for row in range(0, rows, rows_per_batch):
             start = row * block_size
@@ -243,11 +253,13 @@ def write_stream(
             last = np.searchsorted(begins, stop)
             piece_starts = np.maximum(begins[first:last], start) + offsets[first:last]
             piece_stops = np.minimum(stop + offsets[first:last], stops[first:last])
-            pieces = list(map(store.read_encoded, piece_starts.tolist(), piece_stops.tolist()))
+            pieces = list(map(store.read, piece_starts.tolist(), piece_stops.tolist()))
             if stop > tokens - len(end):
                 pieces.append(tail)
-            ids = _overlapping_rows(np.concatenate(pieces), block_size)
-            values = {"input_ids": ids, "labels": ids}
+            stored = _overlapping_rows(np.concatenate(pieces), block_size)
+            ids = stored["token"]
+            values = {name: stored[name] for name in store.extra}
+            values["input_ids"] = values["labels"] = ids
             values[LENGTHS] = (ids != IGNORED).sum(axis=1, keepdims=True)
             if are_isolated:
                 is_begin = np.zeros(stop - start, np.bool_)
@@ -271,8 +283,8 @@ def _digest_of_stream(
     for stop, length in zip(stops.tolist(), lengths.tolist(), strict=True):
         if are_isolated:
             digest.update(b"|")  # tokens have four bytes each, so this is unambiguous
-        digest.update(store.read_encoded(stop - length, stop).astype("<i4").tobytes())
-    digest.update(end.astype("<i4").tobytes())
+        digest.update(store.read(stop - length, stop).tobytes())
+    digest.update(end.astype("<i4").tobytes() + " ".join(store.extra).encode())
     return digest.hexdigest()
 
 

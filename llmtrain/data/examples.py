@@ -47,7 +47,7 @@ class EncodedChats(Generic[Chat]):
         shard: the numbers of those in the shard.
         renderer: renders them.
         config: says how they become rows.
-        path: the temporary file.
+        store: the temporary file for their tokens.
 
     Attributes:
         unit: a word for an example.
@@ -72,11 +72,11 @@ class EncodedChats(Generic[Chat]):
         shard: range,
         renderer: AnyRenderer,
         config: RowConfig,
-        path: Path,
+        store: TokenStore,
     ) -> None:
         self.records: Records[Chat] = records
         self.shard = shard
-        self.store = TokenStore(path)
+        self.store = store
         self.renderer = renderer
         self.config = config
         self._records = array.array("q")  # the number of the record of each example
@@ -93,27 +93,33 @@ class EncodedChats(Generic[Chat]):
         """
         processes = self.config.dataset_num_proc or min(cpu_cores(), _MOST_DEFAULT_PROCESSES)
         for read, rendered in render_all(self.renderer, iter(records), processes):
-            if isinstance(rendered, BadRecord):
-                self.records.refuse(read.number, read.place, rendered)
+            try:
+                if isinstance(rendered, BadRecord):
+                    raise rendered
+                is_single = self.parts * len(rendered.sequences) <= 1
+                if not is_single and any(hasattr(v, "__len__") for v in read.extra.values()):
+                    raise BadRecord("it makes several sequences, so extra columns need numbers")
+                self.add(read, rendered)
+            except BadRecord as error:
+                self.records.refuse(read.number, read.place, error)
                 continue
             for name, numbers in self._counts.items():
                 numbers.extend([read.number] * rendered.counts[name])
-            self.add(read, rendered)
 
     def add(self, read: ReadRecord[Chat], rendered: Rendered) -> None:
         """Store the examples of a rendered record."""
         for sequence in rendered.sequences:
-            self.add_example(read.number, sequence)
+            self.add_example(read, sequence)
 
-    def add_example(self, record: int, *sequences: TokenSequence) -> None:
-        """Store the parts of an example of a record, given the number of the record."""
-        self._records.append(record)
+    def add_example(self, read: ReadRecord[Chat], *sequences: TokenSequence) -> None:
+        """Store the parts of an example of a record."""
         for sequence in sequences:
             number = len(self.store)
-            self.store.add(sequence.ids, sequence.loss_mask)
+            self.store.add(sequence.ids, sequence.loss_mask, **read.extra)
             for turn_end in sequence.turn_ends:
                 self._turns.append(number)
                 self._turns.extend(turn_end)
+        self._records.append(read.number)
 
     def lengths(self, split: Split) -> np.ndarray:
         """Return the smallest ``--max_length`` that holds each example, int64 [examples]."""
@@ -205,7 +211,7 @@ class EncodedChats(Generic[Chat]):
         if self.cuts_turns:
             starts = self.store.bounds[sequences].tolist()
             for i, start in enumerate(starts):
-                encoded = self.store.read_encoded(start, start + width)
+                encoded = self.store.read(start, start + width)["token"]
                 targets = encoded[encoded >= 0]
                 text = self.renderer.encoder.decode(targets.tolist())
                 ends[i] = (sequences[i], width, len(targets), len(text.encode()), 0)
@@ -255,7 +261,7 @@ class EncodedTokens(EncodedChats[Any]):
             targets = ids[loss_mask].tolist()
             text = self.renderer.encoder.decode(targets)
             end = TurnEnd(len(ids), len(targets), target_bytes=len(text.encode()), ended=0)
-            self.add_example(read.number, TokenSequence(ids, loss_mask, (end,)))
+            self.add_example(read, TokenSequence(ids, loss_mask, (end,)))
 
 
 class EncodedPairs(EncodedChats[PreferenceRecord]):
@@ -273,7 +279,7 @@ class EncodedPairs(EncodedChats[PreferenceRecord]):
         shard: the numbers of those in the shard.
         renderer: renders them.
         config: says how they become rows.
-        path: the temporary file.
+        store: the temporary file for their tokens.
         unpaired: the loss takes single answers. Each answer of a pair is then a single one, too.
     """
 
@@ -287,10 +293,10 @@ class EncodedPairs(EncodedChats[PreferenceRecord]):
         shard: range,
         renderer: AnyRenderer,
         config: PairConfig,
-        path: Path,
+        store: TokenStore,
         unpaired: bool,
     ) -> None:
-        super().__init__(records, shard, renderer, config, path)
+        super().__init__(records, shard, renderer, config, store)
         self.unit = "answer" if unpaired else "pair"
         self.own_parts = 1 if unpaired else 2
         self.digest_note = f" {unpaired}"
@@ -315,7 +321,7 @@ class EncodedPairs(EncodedChats[PreferenceRecord]):
         """Store the answers of a record in pairs."""
         if not self.unpaired:
             chosen, rejected = rendered.sequences
-            self._add_pair(read.number, chosen, rejected, read.record.desirable)
+            self._add_pair(read, chosen, rejected, read.record.desirable)
             return
 
         is_eval = bool(self.records.divide()["eval"][read.number])
@@ -337,19 +343,18 @@ class EncodedPairs(EncodedChats[PreferenceRecord]):
         """
         try:
             compared = self.renderer(read.record._replace(answers=previous.answers[:1]))
+            for number, answer in enumerate(answers):
+                # Of two answers, the first is the chosen one.
+                is_desirable = read.record.desirable and number == 0
+                self._add_pair(read, answer, compared.sequences[0], is_desirable)
         except BadRecord as error:
             reason = f"compared with the answer of the record before: {error}"
             self.records.refuse(read.number, read.place, BadRecord(reason))
-            return
-        for number, answer in enumerate(answers):
-            # Of two answers, the first is the chosen one.
-            is_desirable = read.record.desirable and number == 0
-            self._add_pair(read.number, answer, compared.sequences[0], is_desirable)
 
     def _add_pair(
-        self, record: int, first: TokenSequence, second: TokenSequence, is_desirable: bool
+        self, read: ReadRecord[Any], first: TokenSequence, second: TokenSequence, is_desirable: bool
     ) -> None:
-        self.add_example(record, first, second)
+        self.add_example(read, first, second)
         self._are_desirable.append(is_desirable)
         shared = 0
         if self.shares_prompts:

@@ -38,6 +38,11 @@ PROMPT_FIELDS = ("prompt", "messages", "conversations")
 _FIELDS = itertools.chain(*CONVERSATION_FORMATS.values(), *PREFERENCE_FORMATS.values())
 # The fields to which --columns can give another name.
 RECORD_FIELDS = tuple(dict.fromkeys(["text", *_FIELDS, "labels", "input", "system", "tools"]))
+# Other columns, and arguments that a model or an objective gets beside columns.
+_NAMES_IN_USE = {
+    *("input_ids", "labels", "position_ids", "answers", "lengths", "reference", "dropout_keys"),
+    *("documents", "target_positions", "per_target", "compute", "self", *RECORD_FIELDS),
+}
 
 
 class Conversation(NamedTuple):
@@ -107,6 +112,28 @@ def parse_columns(words: Sequence[str]) -> dict[str, str]:
         if ours in columns or theirs in columns.values():
             raise UserError(f"--columns {word}: a name is there twice; remove one of them.")
         columns[ours] = theirs
+    return columns
+
+
+def parse_extra_columns(words: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return the field in the data and the dtype of each column in ``--extra_columns``.
+
+    The field ``loss_mask`` becomes the column ``loss_weight``.
+
+    Raises:
+        UserError: if a word is not ``NAME`` or ``NAME:DTYPE``, or if a name is in use.
+    """
+    columns: dict[str, tuple[str, str]] = {}
+    for word in words:
+        field, _, dtype = word.partition(":")
+        name = "loss_weight" if field == "loss_mask" else field
+        dtype = dtype or "float32"
+        if name in {"", *columns, *_NAMES_IN_USE} or dtype not in ("float16", "float32", "int32"):
+            raise UserError(
+                f"--extra_columns {word}: write NAME or NAME:DTYPE, with a name that is not in use "
+                "and float16, float32 or int32."
+            )
+        columns[name] = (field, dtype)
     return columns
 
 

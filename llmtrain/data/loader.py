@@ -112,13 +112,12 @@ class LocalBatches(Dataset[LocalBatch]):
         """Return the rows of slots by column, [slots, length]. An empty slot has no label."""
         # An empty slot reads row 0. Its labels are removed below.
         columns = self.rows.read(np.array([slot.row or 0 for slot in slots]))
+        is_empty = [slot.row is None for slot in slots]
         for name, column in columns.items():
             if column.dtype.kind == "i":
                 columns[name] = column.astype(np.int64)
-
-        is_empty = [slot.row is None for slot in slots]
-        if LENGTHS in columns:
-            columns[LENGTHS][is_empty] = 0
+            if name not in (*PREFERENCE_COLUMNS, "reference"):
+                columns[name][is_empty] = 0
         # Rows of plain text have no column of labels: their tokens are the labels, too.
         labels = columns.setdefault("labels", columns["input_ids"])
         labels[is_empty] = IGNORED
@@ -139,7 +138,7 @@ class LocalBatches(Dataset[LocalBatch]):
         for start in range(0, slots, self.micro_batch):
             longest = int(lengths[start : start + self.micro_batch].max())
             widths.append(trimmed_width(longest, width // parts))
-        token_columns = [name for name in PREFERENCE_COLUMNS if name in self.rows.column_names]
+        token_columns = sorted({*self.rows.column_names} - {LENGTHS, "reference"})
         return Trimming(columns=tuple(token_columns), parts=parts, widths=tuple(widths))
 
 

@@ -19,13 +19,15 @@ import array
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from llmtrain.data.audit import Audit
+from llmtrain.data.messages import BadRecord
+from llmtrain.data.readers import shown
 from llmtrain.data.shards import Column, create_shard, token_dtype
 from llmtrain.interfaces.batches import IGNORED, PADDING_CODE, answer_code
 
@@ -38,7 +40,7 @@ TOKENS_PER_BATCH = 1 << 22
 
 
 def columns_of(
-    names: Iterable[str], width: int, vocabulary: int, parts: int = 1
+    names: Iterable[str], width: int, vocabulary: int, extra: Mapping[str, np.dtype], parts: int = 1
 ) -> dict[str, Column]:
     """Return the columns of rows.
 
@@ -46,6 +48,7 @@ def columns_of(
         names: the names of the columns.
         width: the number of tokens in a row.
         vocabulary: the largest token, plus 1.
+        extra: the dtype of a token's values in each extra column.
         parts: 2 if a row has two halves, otherwise 1.
     """
     columns = {}
@@ -56,7 +59,38 @@ def columns_of(
         columns["answers"] = Column("int32", [width])
     if LENGTHS in columns:
         columns[LENGTHS] = Column("int32", [parts])
+    for name, values in extra.items():
+        columns[name] = Column(values.base.name, [width, *values.shape])
     return columns
+
+
+def column_values(name: str, value: object, dtype: np.dtype, length: int) -> np.ndarray:
+    """Return the value of a record in an extra column, in the dtype of the column.
+
+    Args:
+        name: the name of the column.
+        value: a number, which all tokens get, or a list with a number or k numbers for each token.
+        dtype: of a token's values.
+        length: the number of tokens.
+
+    Raises:
+        BadRecord: if the value has another form, if a number does not fit, or if a weight is
+            negative.
+    """
+    numbers = np.array(None)
+    with contextlib.suppress(ValueError):  # a list with gaps
+        numbers = np.array(value)
+    shape = (length, *dtype.shape)
+    if numbers.dtype.kind not in "biuf" or numbers.shape not in ((), shape):
+        raise BadRecord(f"{name} is {shown(value)}, not a number or a list of shape {list(shape)}")
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        values: np.ndarray = numbers.astype(dtype.base)
+    is_good = np.isfinite(values) & ((values == numbers) | (values.dtype.kind == "f"))
+    is_good &= (values >= 0) | (name != "loss_weight")
+    if not is_good.all():
+        raise BadRecord(f"{name} holds {numbers[~is_good][0]}, no valid {name} in {dtype.base}")
+    return values
 
 
 class TokenStore:
@@ -67,9 +101,15 @@ class TokenStore:
 
     Args:
         path: the file.
+        extra: the dtype of a token's values in each extra column.
+
+    Attributes:
+        dtype: of a stored token: the field ``token``, and one for each extra column.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, extra: Mapping[str, np.dtype] = {}) -> None:
+        self.extra = extra
+        self.dtype = np.dtype([("token", np.int32), *extra.items()])
         self._path = path
         self._file = path.open("w+b")
         self._bounds = array.array("q", [0])
@@ -77,14 +117,26 @@ class TokenStore:
     def __len__(self) -> int:
         return len(self._bounds) - 1
 
-    def add(self, ids: np.ndarray, loss_mask: np.ndarray) -> None:
+    def add(
+        self, ids: np.ndarray, loss_mask: np.ndarray, own: slice = slice(None), /, **extra: object
+    ) -> None:
         """Add a sequence.
 
         Args:
             ids: int32 [n], the tokens.
             loss_mask: bool [n], whether each token is a target.
+            own: the tokens that a list has values for. The others get 0.
+            extra: the values of its record in the extra columns; see :func:`column_values`.
+
+        Raises:
+            BadRecord: if a value cannot be used. Then nothing is added.
         """
-        self._file.write(np.where(loss_mask, ids, ~ids).astype(np.int32, copy=False).tobytes())
+        stored = np.zeros(len(ids), self.dtype)
+        stored["token"] = np.where(loss_mask, ids, ~ids)
+        for name, value in extra.items():
+            values = column_values(name, value, self.extra[name], len(ids[own]))
+            stored[name][own if values.ndim else slice(None)] = values
+        self._file.write(stored.tobytes())
         self._bounds.append(self._bounds[-1] + len(ids))
 
     def close(self) -> None:
@@ -98,12 +150,12 @@ class TokenStore:
         """The index in the file before each sequence and after the last one, int64."""
         return np.array(self._bounds, np.int64)
 
-    def read_encoded(self, start: int, stop: int) -> np.ndarray:
-        """Return tokens as they are stored, given their indices in the file, int32."""
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return tokens with their values as they are stored, given their indices in the file."""
         self._file.flush()
-        size = np.dtype(np.int32).itemsize
+        size = self.dtype.itemsize
         content = os.pread(self._file.fileno(), (stop - start) * size, start * size)
-        return np.frombuffer(content, np.int32)
+        return np.frombuffer(content, self.dtype)
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -194,35 +246,37 @@ def write_rows(
     else:
         rows = [[example] for example in range(count)]
         names = [*names[:-1], LENGTHS]  # a row with one document needs no position ids
-    columns = columns_of(names, width, vocabulary, parts)
+    columns = columns_of(names, width, vocabulary, store.extra, parts)
 
     first_in_store = store.bounds[examples.sequences]
     starts = first_in_store + examples.starts
     stops = first_in_store + examples.stops
 
     def tokens_of(example: int, part: int) -> np.ndarray:
-        return store.read_encoded(int(starts[example, part]), int(stops[example, part]))
+        return store.read(int(starts[example, part]), int(stops[example, part]))
 
     targets = 0
     rows_per_batch = max(TOKENS_PER_BATCH // width, 1)
     with create_shard(path, columns, len(rows)) as write:
         for start in range(0, len(rows), rows_per_batch):
             batch = rows[start : start + rows_per_batch]
-            values = _values_of(batch, examples, tokens_of, width, packing)
+            values = _values_of(batch, examples, tokens_of, width, packing, store.dtype)
             targets += int((values["labels"] != IGNORED).sum())
             write(values)
 
     digest = hashlib.sha256()
     for example in range(count):
         tokens_of_parts = [tokens_of(example, part) for part in range(parts)]
-        tokens = np.concatenate(tokens_of_parts)
+        stored = np.concatenate(tokens_of_parts)
+        tokens = stored["token"]
         digest.update(np.maximum(tokens, ~tokens).astype("<i4").tobytes())
         digest.update(np.packbits(tokens >= 0).tobytes())
+        digest.update(b"".join(stored[name].tobytes() for name in store.extra))
         if examples.is_first_desirable is not None:
             shared = examples.starts[example, 1]
             is_desirable = bool(examples.is_first_desirable[example])
             digest.update(f"{len(tokens_of_parts[0])} {shared} {is_desirable}".encode())
-    digest.update(f"{width} {packing}{note}".encode())
+    digest.update(f"{width} {packing}{note}{' '.join(store.extra)}".encode())
     return Audit(
         kept=count,
         tokens=int(examples.stops.sum()),
@@ -241,6 +295,7 @@ def _values_of(
     tokens_of: Callable[[int, int], np.ndarray],
     width: int,
     packing: bool,
+    dtype: np.dtype,
 ) -> dict[str, np.ndarray]:
     """Lay out some rows.
 
@@ -250,14 +305,16 @@ def _values_of(
         tokens_of: returns the tokens of an example's part, as they are stored.
         width: the number of tokens in a row.
         packing: whether the parts of an example follow each other.
+        dtype: the dtype of stored tokens.
 
     Returns:
         Columns, each int32 [rows, width]; ``lengths`` is int32 [rows, parts], and only right if
-        rows are not packed.
+        rows are not packed; extra columns are [rows, width, ...].
     """
     parts = examples.sequences.shape[1]
     shape = (len(rows), width)
-    ids = np.zeros(shape, np.int32)
+    columns = np.zeros(shape, dtype)
+    ids = columns["token"]
     labels = np.full(shape, IGNORED, np.int32)
     positions = np.zeros(shape, np.int32)
     answers = np.full(shape, PADDING_CODE, np.int32)
@@ -268,9 +325,11 @@ def _values_of(
         end = 0  # of the tokens in the row so far
         for number_in_row, example in enumerate(row):
             for part in range(parts):
-                tokens = tokens_of(example, part)
+                stored = tokens_of(example, part)
+                tokens = stored["token"]
                 start = end if packing else part * longest
                 end = start + len(tokens)
+                columns[i, start:end] = stored
                 ids[i, start:end] = np.maximum(tokens, ~tokens)
                 labels[i, start + 1 : end] = np.where(tokens < 0, IGNORED, tokens)[1:]
                 first_position = examples.starts[example, part]
@@ -287,6 +346,7 @@ def _values_of(
         positions[i, end:] = np.arange(width - end) % longest
 
     return {
+        **{name: columns[name] for name in dtype.names or ()},
         "input_ids": ids,
         "labels": labels,
         "position_ids": positions,

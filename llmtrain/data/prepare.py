@@ -26,6 +26,7 @@ from llmtrain.data.chat_template import REASONING_OPTION
 from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.corpus import EncodedCorpus
 from llmtrain.data.examples import EncodedChats, EncodedPairs, EncodedTokens
+from llmtrain.data.packing import TokenStore
 from llmtrain.data.readers import Source, Split
 from llmtrain.data.records import SHARD_BYTES, SHARD_RECORDS, Documents, records_of
 from llmtrain.data.render import AnyRenderer, PromptCompletionRenderer, Renderer
@@ -117,6 +118,14 @@ class SetMaker:
         self.vocabulary = vocabulary_of(self.tokenizer)
         # That of ``auto`` is known when all records are encoded.
         self.length = 0 if request.max_length == "auto" else request.max_length
+
+        # The dtype of a token's values in each extra column. The first record says how many.
+        self.extra: dict[str, np.dtype] = {}
+        first = request.recorded[0].first
+        for name, (field, dtype) in self.readers[0].extra_columns.items():
+            value = first.fields.get(field) if first else None
+            shape = np.shape(value[0]) if isinstance(value, list) and value else ()
+            self.extra[name] = np.dtype((dtype, shape))
 
         self.renderer: AnyRenderer | None = None
         if request.chat is None:
@@ -217,19 +226,19 @@ class SetMaker:
         reader = self.readers[source]
         shard = reader.shards[number]
         request = self.request
-        path = self.folder / f".tmp-tokens-{source}-{number}"
+        store = TokenStore(self.folder / f".tmp-tokens-{source}-{number}", self.extra)
         if isinstance(reader, Documents):
             is_trained = tok.is_trained(request.spec)
             return EncodedCorpus(
-                reader, shard, self.tokenizer, is_trained, request.text_columns, path
+                reader, shard, self.tokenizer, is_trained, request.text_columns, store
             )
 
         assert request.chat is not None, "records that are not text have a config"
         assert self.renderer is not None, "and a renderer"
         if isinstance(request.chat, PairConfig):
-            return EncodedPairs(reader, shard, self.renderer, request.chat, path, request.unpaired)
+            return EncodedPairs(reader, shard, self.renderer, request.chat, store, request.unpaired)
         encoder = EncodedTokens if reader.source.format == "tokens" else EncodedChats
-        return encoder(reader, shard, self.renderer, request.chat, path)
+        return encoder(reader, shard, self.renderer, request.chat, store)
 
     def _facts_path(self, source: int, number: int) -> Path:
         return self.folder / f"shard-{source}-{number:05}.json"

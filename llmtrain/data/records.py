@@ -4,7 +4,7 @@ import array
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
@@ -19,6 +19,7 @@ from llmtrain.data.formats import (
     PreferenceRecord,
     conversation_of,
     parse_columns,
+    parse_extra_columns,
     preference_of,
 )
 from llmtrain.data.messages import BadRecord, tokens_of
@@ -46,11 +47,13 @@ class ReadRecord(NamedTuple, Generic[R]):
         number: its number in the source, from 0.
         place: the file and the line or row, for error messages.
         record: the document, conversation or preference record.
+        extra: its values in the extra columns, by name.
     """
 
     number: int
     place: str
     record: R
+    extra: Fields = {}  # noqa: RUF012 - nobody changes it
 
 
 @dataclass
@@ -73,6 +76,7 @@ class Records(Generic[R]):
             ``None`` for all.
         skips_bad: leave bad records out instead of stopping.
         field: the only field that is needed; ``None`` for all.
+        extra_columns: the field and the dtype of each extra column.
         bad: the bad records that were skipped, by their numbers: the place of each, and what is
             wrong with it.
         is_cut: whether some records have a part in each split.
@@ -89,6 +93,7 @@ class Records(Generic[R]):
     max_train_samples: int | None = None
     skips_bad: bool = False
     field: str | None = None
+    extra_columns: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     bad: dict[int, str] = dataclasses.field(default_factory=dict)
     is_cut: bool = False
     is_chosen_by_all: bool = False
@@ -152,7 +157,8 @@ class Records(Generic[R]):
             except BadRecord as error:
                 self.refuse(number, place, error)
                 continue
-            yield ReadRecord(number, place, record)
+            extra = {name: fields.get(field) for name, (field, _) in self.extra_columns.items()}
+            yield ReadRecord(number, place, record, extra)
         if count != len(is_used):
             raise UserError(
                 f"{self.source.flag} {self.source.name}: the number of records changed while they "
@@ -191,8 +197,8 @@ class Records(Generic[R]):
     def texts(self, split: Split | None = None) -> Iterator[str]:
         """Yield all texts in one split, or in both."""
         is_in = None if split is None else self.divide()[split]
-        for number, part, text in self.parts():
-            if is_in is None or (is_in[number] and part in (split, None)):
+        for read, part, text in self.parts():
+            if is_in is None or (is_in[read.number] and part in (split, None)):
                 yield text
 
     def refuse(self, number: int, place: str, error: BadRecord) -> None:
@@ -217,11 +223,11 @@ class Records(Generic[R]):
 
     def parts(
         self, records: Iterable[ReadRecord[R]] | None = None
-    ) -> Iterator[tuple[int, Split | None, Any]]:
+    ) -> Iterator[tuple[ReadRecord[R], Split | None, Any]]:
         """Yield the texts of the messages of records; by default of all.
 
         Yields:
-            The number of the record, the split of the text if the record is cut, and the text.
+            The record, the split of the text if the record is cut, and the text.
         """
         for read in self.read() if records is None else records:
             record: Any = read.record
@@ -229,7 +235,7 @@ class Records(Generic[R]):
                 # Tokenizers cannot take half of a surrogate pair. Rendering reports its line.
                 text = message["content"].encode(errors="ignore").decode()
                 if text:
-                    yield read.number, None, text
+                    yield read, None, text
 
     def choose_eval(self, hashes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Return which records are eval data if the fraction does not choose well.
@@ -291,20 +297,20 @@ class Documents(Records[Document]):
 
     def parts(
         self, records: Iterable[ReadRecord[Document]] | None = None
-    ) -> Iterator[tuple[int, Split | None, Any]]:
+    ) -> Iterator[tuple[ReadRecord[Document], Split | None, Any]]:
         """Yield documents; by default all.
 
         Yields:
-            The number of the document, and its text; twice if it is cut, with each split.
+            The document, and its text; twice if it is cut, with each split.
         """
         is_eval = self.divide()["eval"]
-        for number, _, text in self.read() if records is None else records:
-            if self.is_cut and is_eval[number]:
-                train_length = int(len(text) * (1 - self.eval_fraction))
-                yield number, "train", text[:train_length]
-                yield number, "eval", text[train_length:]
+        for read in self.read() if records is None else records:
+            if self.is_cut and is_eval[read.number]:
+                train_length = int(len(read.record) * (1 - self.eval_fraction))
+                yield read, "train", read.record[:train_length]
+                yield read, "eval", read.record[train_length:]
             else:
-                yield number, None, text
+                yield read, None, read.record
 
     def choose_eval(self, hashes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Choose the end of the longest document, and of its copies."""
@@ -343,6 +349,7 @@ def records_of(
         unpaired: the loss takes single answers with a label, not only pairs.
         vocabulary: the largest token of the tokenizer, plus 1; 0 if it is trained on the data.
     """
+    extra_columns = parse_extra_columns(config.extra_columns)
     if chat is None or source.format == "text":
         field = parse_columns(config.columns).get("text", "text")
         return Documents(
@@ -350,7 +357,8 @@ def records_of(
             partial(text_of, field=field, vocabulary=vocabulary),
             config.eval_fraction,
             config.max_train_samples,
-            field=field,
+            field=None if extra_columns else field,
+            extra_columns=extra_columns,
         )
 
     nulls = source.has_artificial_nulls
@@ -367,6 +375,7 @@ def records_of(
         config.eval_fraction,
         config.max_train_samples,
         skips_bad=chat.on_bad_row == "skip",
+        extra_columns=extra_columns,
     )
 
 

@@ -206,6 +206,7 @@ class DataRequest:
             "eval_fraction": None if config.has_own_eval_data else config.eval_fraction,
             "max_train_samples": config.max_train_samples,
             "columns": sorted(parse_columns(config.columns).items()),
+            "extra_columns": config.extra_columns,
             "sources": sources,
             "tokenizer": tokenizer,
             "stop_token_ids": self.stop_token_ids,

@@ -139,7 +139,7 @@ def test_closing_a_store_on_a_full_disk_raises_no_second_error(tmp_path):
     store = TokenStore(path)
     store.add(np.arange(9), np.ones(9, bool))
     with pytest.raises(OSError, match="No space left"):
-        store.read_encoded(0, 9)
+        store.read(0, 9)
     store.close()
 
 
