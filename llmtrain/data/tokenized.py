@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from llmtrain.console import note
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.audit import Audit, total_audit
+from llmtrain.data.formats import parse_extra_columns
 from llmtrain.data.order import WINDOW, Mixture, shuffle_name
-from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
+from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS, column_values
 from llmtrain.data.readers import Split, kind_of
 from llmtrain.data.shards import ArrayRows, Rows, Shard, TokenRows
-from llmtrain.errors import DamagedRowsError, UserError
+from llmtrain.errors import DamagedRowsError, UserError, as_user_error, first_line
 from llmtrain.files import JsonObject, damaged_files, read_patiently, read_sealed
 from llmtrain.interfaces.batches import IGNORED
 from llmtrain.model_folders import vocabulary_of
@@ -313,23 +315,27 @@ class Tokenized:
         tokenizer: "tok.FastTokenizer | None",
         eval: "GivenRows | None" = None,
         in_order: bool = False,
+        extra_columns: Sequence[str] = (),
     ) -> "Tokenized":
         """Take rows that were tokenised elsewhere.
 
         Args:
             train: the training rows, with the column ``input_ids``, and optionally ``labels`` and
                 ``position_ids``. Each is a list of integers, and all lists have the same length.
-                Labels are not shifted. Other columns are ignored.
+                Labels are not shifted. Other columns are ignored, unless they are named.
             tokenizer: the tokenizer that made the rows. ``None`` if the rows are no text: the run
                 then has no bits per byte and no samples, and its vocabulary is the largest number
                 in the rows, plus 1.
             eval: the eval rows, with the same columns.
             in_order: draw the rows in the stored order instead of a permutation.
+            extra_columns: columns that the loss needs, each ``NAME`` or ``NAME:DTYPE`` with
+                float16, float32 (the default) or int32. A row has a number, or a list with a number
+                or k numbers for each token.
 
         Raises:
             UserError: if a column is not of this form.
         """
-        splits = [_as_token_rows(rows) for rows in (train, eval) if rows is not None]
+        splits = [_as_token_rows(rows, extra_columns) for rows in (train, eval) if rows is not None]
         width = len(splits[0][0]["input_ids"])
         layouts = {f"{rows.column_names} of {len(rows[0]['input_ids'])} tokens" for rows in splits}
         if len(layouts) > 1:
@@ -371,7 +377,7 @@ def short_names(names: Sequence[str]) -> Sequence[str]:
 # --- rows that were tokenised elsewhere
 
 
-def _as_token_rows(rows: GivenRows) -> TokenRows:
+def _as_token_rows(rows: GivenRows, extra_columns: Sequence[str]) -> TokenRows:
     """Return the columns of rows that a run reads.
 
     Raises:
@@ -383,8 +389,12 @@ def _as_token_rows(rows: GivenRows) -> TokenRows:
     import pyarrow
     from pyarrow.compute import list_value_length
 
-    table = rows.with_format("arrow")[:]
-    table = table.select([name for name in TOKEN_COLUMNS if name in table.column_names])
+    extra = parse_extra_columns(extra_columns)
+    for name in {"loss_weight", "loss_mask"} & {*rows.column_names}:
+        if "loss_weight" not in extra:
+            note(f"the column {name} is not used; name it in extra_columns to weigh the tokens")
+    all_columns = rows.with_format("arrow")[:]
+    table = all_columns.select([name for name in TOKEN_COLUMNS if name in rows.column_names])
     lengths: set[int | None] = set()
     chunks: list[dict[str, np.ndarray]] = [{} for _ in range(table.column(0).num_chunks)]
     try:
@@ -400,6 +410,15 @@ def _as_token_rows(rows: GivenRows) -> TokenRows:
     kinds = {array.dtype.kind for arrays in chunks for array in arrays.values()}
     if len(lengths) != 1 or is_too_short or kinds != {"i"} or "input_ids" not in table.column_names:
         raise UserError(_WRONG_COLUMNS)
+    width = len(rows[0]["input_ids"])
+    for name, (column_name, dtype) in extra.items():
+        with as_user_error("Tokenized.of", describe=first_line):
+            shape = np.shape(rows[0].get(column_name))
+            row_dtype = np.dtype((dtype, (width, *shape[1:]) if shape else ()))
+            column = all_columns.column(column_name)
+            for chunk, arrays in zip(column.chunks, chunks, strict=True):
+                values = column_values(name, chunk.to_pylist(), row_dtype, len(chunk))
+                arrays[name] = values if shape else np.tile(values[:, None], width)
     # Chunks are no shards: the order of rows does not depend on them.
     return TokenRows([TokenRows([ArrayRows(arrays) for arrays in chunks])])
 
@@ -417,13 +436,16 @@ def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None" = None) -> t
     largest = 0
     targets = 0
     target_bytes = 0
-    names = [name for name in TOKEN_COLUMNS if name in rows.column_names]
+    names = [name for name in rows.column_names if name != LENGTHS]
     label_column = "labels" if "labels" in names else "input_ids"
     for name in names:
         digest.update(name.encode())
         for start in range(0, len(rows), _MEASURED_ROWS):
             numbers = np.arange(start, min(start + _MEASURED_ROWS, len(rows)))
             matrix = rows.read(numbers)[name]
+            if name not in TOKEN_COLUMNS:
+                digest.update(matrix.tobytes())
+                continue
             digest.update(matrix.astype("<i4").tobytes())
             if ((matrix < 0) & (matrix != IGNORED)).any():
                 raise UserError(

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -213,6 +215,62 @@ def test_a_record_with_a_wrong_value_can_be_skipped(tmp_path: Path) -> None:
         1,
         2,
     }
+
+
+# --- Tokenized.of
+
+
+IDS = [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def own_rows(*extra_columns: str, **columns: list[Any]) -> Tokenized:
+    dataset = datasets.Dataset.from_dict({"input_ids": IDS, **columns})
+    return Tokenized.of(dataset, None, dataset, extra_columns=extra_columns)
+
+
+def test_own_rows_have_extra_columns() -> None:
+    scores = np.arange(8.0).reshape(2, 4)
+    pairs = np.arange(16).reshape(2, 4, 2) - 8
+
+    rows = own_rows(
+        *("loss_mask", "score:float16", "pair:int32"),
+        **{"loss_mask": [0.5, 1.5], "score": scores.tolist(), "pair": pairs.tolist()},
+    )
+
+    (first, second) = sorted(batches_of(rows), key=lambda batch: batch["input_ids"][0, 0].item())
+    assert first["loss_weight"].tolist() == [[0.5] * 4]
+    assert second["loss_weight"].tolist() == [[1.5] * 4]
+    assert second["score"].equal(torch.from_numpy(scores[1:]).half())
+    assert second["pair"].equal(torch.from_numpy(pairs[1:]))
+    assert rows.vocabulary == 9
+
+
+def test_own_columns_are_hashed_and_those_without_a_name_are_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def data_hash(values: list[float], *columns: str) -> str:
+        return own_rows(*columns, loss_mask=values).metadata.data_sha256
+
+    assert data_hash([1, 2]) == data_hash([1, 3])
+    assert "the column loss_mask is not used; name it in extra_columns" in capsys.readouterr().err
+    assert data_hash([1, 2], "loss_mask") != data_hash([1, 3], "loss_mask")
+    assert "not used" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([[1.0] * 3] * 2, r"score is .*, not a number or a list of shape \[2, 4\]"),
+        ([[1.0] * 4, [1.0] * 3], "score is .*, not a number or a list of shape"),
+        ([1.0, float("inf")], "score holds inf, no valid score in float32"),
+        (["1", "2"], "score is .*, not a number or a list"),
+    ],
+)
+def test_wrong_own_columns_are_one_line(values: list[Any], message: str) -> None:
+    with pytest.raises(UserError, match=rf"^Tokenized.of: {message}"):
+        own_rows("score", score=values)
+    with pytest.raises(UserError, match=r"^Tokenized\.of: .*other"):
+        own_rows("other", score=values)
 
 
 # --- in a run
