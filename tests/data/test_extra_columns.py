@@ -153,6 +153,15 @@ def test_other_values_are_other_data(tmp_path: Path) -> None:
     assert data_hash(1, "score") == data_hash(1.0, "score")
 
 
+def test_other_values_of_conversations_are_other_data(tmp_path: Path) -> None:
+    hashes = set()
+    for value in (1, 2):
+        path = write_records(tmp_path / "a.jsonl", [{**chat_record("1?", "one"), "score": value}])
+        rows = tokenize_rows(ChatConfig, path, max_length=99, extra_columns=["score"])
+        hashes.add(rows.metadata.data_sha256)
+    assert len(hashes) == 2
+
+
 # --- errors
 
 
