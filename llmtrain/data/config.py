@@ -99,8 +99,9 @@ class DataConfig(BatchConfig):
     )
     extra_columns: list[str] = flag(
         [],
-        "fields of the records for the loss: a number, or a list with a number or k numbers for "
-        "each token; NAME:DTYPE is float16, float32 (default) or int32; loss_weight weighs tokens",
+        "fields of the records for the loss: a number, a list with a number or k numbers for each "
+        "token, or spans of text, a list of objects with start, stop and value; NAME:DTYPE is "
+        "float16, float32 (default) or int32; loss_weight weighs tokens",
         hidden=True,
     )
     mixture: list[float] = flag(

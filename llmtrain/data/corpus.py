@@ -46,7 +46,7 @@ import numpy as np
 from llmtrain.data.audit import Audit
 from llmtrain.data.messages import BadRecord
 from llmtrain.data.packing import LENGTHS, TOKENS_PER_BATCH, TokenStore, columns_of
-from llmtrain.data.readers import Split
+from llmtrain.data.readers import Fields, Split, shown
 from llmtrain.data.records import Document, Documents, ReadRecord
 from llmtrain.data.shards import create_shard
 from llmtrain.data.tokenizer import FastTokenizer, begins_with_bos
@@ -114,7 +114,10 @@ class EncodedCorpus:
         self._documents = array.array("q")
         self._parts: list[str] = []
         self._bytes = array.array("q")
-        self._tokens: list[np.ndarray] = []  # of the first segments of a text
+        self._backend.post_processor = None  # it may take white space from the spans of tokens
+        # Of the first segments of a text: the tokens, and the characters of each, int64 [n, 2].
+        self._tokens: list[np.ndarray] = []
+        self._characters: list[np.ndarray] = []
 
     def encode(self, records: Iterable[ReadRecord[Document]]) -> None:
         """Encode the documents, or take their tokens.
@@ -122,8 +125,8 @@ class EncodedCorpus:
         Raises:
             UserError: if a document cannot be used.
         """
-        # Segments, and the record of each that ends its text.
-        waiting: list[tuple[str, ReadRecord[Document] | None]] = []
+        # Segments, the first character of each in its record, and the record if its text ends.
+        waiting: list[tuple[str, int, ReadRecord[Document] | None]] = []
         characters = 0
         for read, part, text in self.records.parts(records):
             self._documents.append(read.number)
@@ -138,10 +141,12 @@ class EncodedCorpus:
                 self._store(read, [text[start:stop]])
                 continue
             self._bytes.append(len(text.encode()))
+            start = len(read.record) - len(text) if part == "eval" else 0
             # A text is not split if that might change its tokens.
             segments = _segments_of(text) if self.is_trained else [(text, True)]
             for segment, is_last in segments:
-                waiting.append((segment, read if is_last else None))
+                waiting.append((segment, start, read if is_last else None))
+                start += len(segment)
                 characters += len(segment)
                 if characters >= _ENCODE_CHARACTERS:
                     self._encode(waiting)
@@ -166,28 +171,37 @@ class EncodedCorpus:
             bytes=int(np.array(self._bytes, np.int64)[sequences].sum()),
         )
 
-    def _encode(self, segments: list[tuple[str, ReadRecord[Document] | None]]) -> None:
+    def _encode(self, segments: list[tuple[str, int, ReadRecord[Document] | None]]) -> None:
         """Encode segments on all CPU cores, and store the tokens of the texts that end."""
-        texts = [text for text, _ in segments]
+        texts = [text for text, *_ in segments]
+        encode = self._backend.encode_batch if self.store.extra else self._backend.encode_batch_fast
         try:
-            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+            encodings = encode(texts, add_special_tokens=False)
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise UserError(
                 f"the tokenizer cannot encode this text: {first_line(error)}."
             ) from None
 
-        for (_, read), encoding in zip(segments, encodings, strict=True):
+        for (_, start, read), encoding in zip(segments, encodings, strict=True):
             self._tokens.append(np.array(encoding.ids, np.int32))
+            if self.store.extra:
+                self._characters.append(np.array(encoding.offsets, np.int64).reshape(-1, 2) + start)
             if read is not None:
                 self._store(read, self._tokens)
                 self._tokens = []
+                self._characters = []
 
     def _store(self, read: ReadRecord[Document], pieces: list[np.ndarray]) -> None:
         """Store a document, given its tokens in pieces."""
         tokens = np.concatenate([self._before, *pieces, self._behind])
         own = slice(len(self._before), len(tokens) - len(self._behind))
         try:
-            self.store.add(tokens, np.ones(len(tokens), bool), own, **read.extra)
+            extra = dict(read.extra)
+            for name, value in extra.items():
+                if self._characters and isinstance(value, list) and {*map(type, value)} <= {dict}:
+                    characters = np.concatenate(self._characters)
+                    extra[name] = _values_in_spans(value, characters, len(read.record))
+            self.store.add(tokens, np.ones(len(tokens), bool), own, **extra)
         except BadRecord as error:
             self.records.refuse(read.number, read.place, error)
 
@@ -197,6 +211,27 @@ class EncodedCorpus:
         is_in = self.records.divide()[split][documents]
         sequences = np.flatnonzero(is_in & np.isin(self._parts, ("", split)))
         return sequences[np.argsort(documents[sequences], kind="stable")]
+
+
+def _values_in_spans(spans: list[Fields], characters: np.ndarray, length: int) -> np.ndarray:
+    """Return the value of each token, float64 [n]: that of the last span that it overlaps, or 0.
+
+    Args:
+        spans: the spans, with ``start``, ``stop`` and ``value``.
+        characters: int64 [n, 2], the characters of each token.
+        length: the number of characters of the text.
+    """
+    values = np.zeros(len(characters))
+    try:
+        for start, stop, value in np.array([[s["start"], s["stop"], s["value"]] for s in spans]):
+            if not 0 <= start < stop <= length:
+                raise ValueError
+            values[(characters[:, 0] < stop) & (start < characters[:, 1])] = value
+    except (KeyError, TypeError, ValueError):
+        raise BadRecord(
+            f"{shown(spans)} are no spans with start, stop and value of {length:,} characters"
+        ) from None
+    return values
 
 
 def _segments_of(text: str) -> Iterator[tuple[str, bool]]:

@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import llmtrain as lt
+from llmtrain.data import corpus
 from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.loader import train_loader
 from llmtrain.data.tokenized import Tokenized
@@ -68,6 +69,36 @@ def test_text_has_the_values_of_its_own_tokens(tmp_path: Path) -> None:
     dtypes = {name: batch[name].dtype for name in ("number", "score", "pair")}
     assert dtypes == {"number": torch.float32, "score": torch.float16, "pair": torch.int64}
     assert batch["pair"].shape == (1, 9, 2)
+
+
+@pytest.mark.parametrize("eval_fraction", [0.0, 0.5])  # a single document is cut in two
+def test_tokens_have_the_values_of_the_spans_that_they_overlap(
+    eval_fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "_SEGMENT_CHARACTERS", 20)
+    words = ["one", "\N{LATIN SMALL LETTER E WITH ACUTE}t\N{SLIGHTLY SMILING FACE}", "three"]
+    text = " ".join(words * 40)
+    # The value of a word is the number of its first character.
+    starts = [match.start() for match in re.finditer(r"\S+", text)]
+    spans = [
+        {"start": start, "stop": start + len(word), "value": start + 1}
+        for start, word in zip(starts, text.split(), strict=True)
+    ]
+    path = write_records(tmp_path / "a.jsonl", [{"text": text, "place": spans}])
+    config = data_config(path, eval_fraction=eval_fraction, extra_columns=["place"])
+
+    rows = tokenize(dataclasses.replace(config, tokenizer="bpe:300"), 8)
+
+    seen: dict[int, list[int]] = {}
+    for split in filter(None, [rows.train, rows.eval]):
+        for number in range(len(split)):
+            row = split[number]
+            for id, place in [*zip(row["input_ids"], row["place"], strict=True)][:-1]:
+                if place:
+                    seen.setdefault(int(place) - 1, []).append(id)
+    assert [*seen] == starts
+    spelled = [rows.tokenizer.decode(ids).strip() for ids in seen.values()]
+    assert spelled == text.split()
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -194,6 +225,8 @@ def test_wrong_values_are_one_line(value: object, message: str, tmp_path: Path) 
         ({"loss_mask": -0.5}, "loss_mask", "loss_weight holds -0.5, no valid loss_weight"),
         ({"ids": 1.5}, "ids:int32", "ids holds 1.5, no valid ids in int32"),
         ({"ids": 1 << 31}, "ids:int32", "ids holds 2147483648, no valid ids in int32"),
+        ({"a": [{"start": 1, "stop": 3, "value": 1}]}, "a", "no spans with .* of 2 characters"),
+        ({"a": [{"start": 1, "stop": 2}]}, "a", "no spans with start, stop and value"),
         ({}, "labels", "--extra_columns labels: write NAME or NAME:DTYPE"),
         ({}, "text", "--extra_columns text: write NAME or NAME:DTYPE"),
         ({}, "a:bfloat16", "--extra_columns a:bfloat16: .* float16, float32 or int32"),
