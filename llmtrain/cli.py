@@ -5,113 +5,41 @@ import importlib
 import os
 import sys
 from collections.abc import Collection
-from typing import NamedTuple
+from pathlib import Path
 
 from llmtrain.config.parser import Parser
 from llmtrain.console import prepare_streams
 from llmtrain.versions import __version__
 
-
-class Command(NamedTuple):
-    """A command, as ``llmtrain --help`` lists it.
-
-    Attributes:
-        module: the module that is imported when the command is given.
-        summary: the first line of its description.
-    """
-
-    module: str
-    summary: str
-
-
-# The commands by their titles in --help, in the order of a user's work.
+# The modules of the commands, by their titles in --help, in the order of a user's work.
 GROUPS = {
     "Prepare a run": {
-        "doctor": Command(
-            module="llmtrain.lab.commands.doctor",
-            summary="Check whether this machine, or several together, can train.",
-        ),
-        "init": Command(
-            module="llmtrain.commands.init",
-            summary="Copy a recipe, and an accelerate config that fits this machine, into a "
-            "folder.",
-        ),
-        "plan": Command(
-            module="llmtrain.lab.commands.plan",
-            summary="Predict the memory and the time of a run, without training anything.",
-        ),
-        "tokenize": Command(
-            module="llmtrain.commands.tokenize",
-            summary="Make the rows that a recipe would train on, as a set for runs on any machine.",
-        ),
+        "doctor": "llmtrain.lab.commands.doctor",
+        "init": "llmtrain.commands.init",
+        "plan": "llmtrain.lab.commands.plan",
+        "tokenize": "llmtrain.commands.tokenize",
     },
     "Look at runs": {
-        "compare": Command(
-            module="llmtrain.lab.commands.compare",
-            summary="Tell a gain from noise: compare settings by the eval losses of runs with "
-            "several seeds.",
-        ),
-        "diff": Command(
-            module="llmtrain.lab.commands.diff",
-            summary="Compare two runs: their final losses, the first step at which they differ, "
-            "and the cause.",
-        ),
-        "report": Command(
-            module="llmtrain.lab.commands.report",
-            summary="Make an HTML page about one or more runs: metrics, phases, memory, "
-            "differences, events.",
-        ),
-        "rows": Command(
-            module="llmtrain.commands.rows",
-            summary="Print the rows of a step, of a run or a recipe, as text with marked targets.",
-        ),
-        "runs": Command(
-            module="llmtrain.commands.runs",
-            summary="List runs with their state, losses and age; or check the checkpoints of one "
-            "run.",
-        ),
+        "compare": "llmtrain.lab.commands.compare",
+        "diff": "llmtrain.lab.commands.diff",
+        "report": "llmtrain.lab.commands.report",
+        "rows": "llmtrain.commands.rows",
+        "runs": "llmtrain.commands.runs",
     },
     "Use a model": {
-        "chat": Command(
-            module="llmtrain.commands.chat",
-            summary="Chat with a model that was fine-tuned on conversations.",
-        ),
-        "eval": Command(
-            module="llmtrain.commands.eval",
-            summary="Measure the loss, perplexity and bits per byte of a data set under a model.",
-        ),
-        "export": Command(
-            module="llmtrain.commands.export",
-            summary="Write the model of a run to its own folder, or merge a LoRA adapter.",
-        ),
-        "generate": Command(
-            module="llmtrain.commands.generate",
-            summary="Generate text with a trained model, and print it as it is generated.",
-        ),
+        "chat": "llmtrain.commands.chat",
+        "eval": "llmtrain.commands.eval",
+        "export": "llmtrain.commands.export",
+        "generate": "llmtrain.commands.generate",
     },
     "Check and understand": {
-        "learn": Command(
-            module="llmtrain.lessons.learn",
-            summary="Show distributed training on this machine in lessons; without a name, list "
-            "them.",
-        ),
-        "repeat": Command(
-            module="llmtrain.lab.commands.repeat",
-            summary="Run a recipe with several seeds, one after the other, to see how much its "
-            "loss varies.",
-        ),
-        "verify": Command(
-            module="llmtrain.commands.verify",
-            summary="Check that a recipe trains the same on another layout, or after it was "
-            "killed.",
-        ),
-        "xray": Command(
-            module="llmtrain.lab.commands.xray",
-            summary="Run a few steps of a recipe, and show when each process does what.",
-        ),
+        "learn": "llmtrain.lessons.learn",
+        "repeat": "llmtrain.lab.commands.repeat",
+        "verify": "llmtrain.commands.verify",
+        "xray": "llmtrain.lab.commands.xray",
     },
 }
-COMMANDS: dict[str, Command] = {}
+COMMANDS: dict[str, str] = {}
 for _commands in GROUPS.values():
     COMMANDS |= _commands
 
@@ -188,10 +116,10 @@ def build_parser(commands: Collection[str] = COMMANDS.keys()) -> Parser:
         help="one of the commands above",
         required=True,
     )
-    for name, command in COMMANDS.items():
+    for name, module_name in COMMANDS.items():
         subparser = subparsers.add_parser(name)
         if name in commands:
-            module = importlib.import_module(command.module)
+            module = importlib.import_module(module_name)
             examples = "\n".join(f"  {example}" for example in module.EXAMPLES)
             subparser.description = module.__doc__
             subparser.epilog = f"examples:\n{examples}"
@@ -202,10 +130,16 @@ def build_parser(commands: Collection[str] = COMMANDS.keys()) -> Parser:
 
 
 def _list_commands() -> str:
-    """Return the commands with the first line of their descriptions, by group."""
+    """Return the commands by group, each with the first line of its module's docstring.
+
+    The modules are not imported, because that would take time.
+    """
     lines = []
     for group, commands in GROUPS.items():
         lines += ["", f"{group}:"]
-        for name, command in commands.items():
-            lines.append(f"  {name:<9} {command.summary}")
+        for name, module_name in commands.items():
+            path = Path(__file__).parents[1] / f"{module_name.replace('.', '/')}.py"
+            with path.open(encoding="utf-8") as source:
+                summary = source.readline().strip('"\n')
+            lines.append(f"  {name:<9} {summary}")
     return "\n".join(lines)
