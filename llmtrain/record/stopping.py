@@ -90,7 +90,6 @@ class Patience:
         best: the best value so far, negated if higher is better.
         best_step: the step of the best value; 0 if there is none yet.
         worse: the number of evaluations since then.
-        initial: the value before the first step, negated if higher is better.
     """
 
     allowed: int
@@ -99,7 +98,6 @@ class Patience:
     best: float = math.inf
     best_step: int = 0
     worse: int = 0
-    initial: float = math.inf
 
     @property
     def is_over(self) -> bool:
@@ -115,32 +113,9 @@ class Patience:
         return f"{self.metric} has not improved in {evaluations} since step {self.best_step}"
 
     @property
-    def lack_of_improvement(self) -> str | None:
-        """A sentence if no evaluation was as good as the one before the first step."""
-        if not self.best_step or not self.initial < self.best:
-            return None
-        initial = self._sign * self.initial
-        best = self._sign * self.best
-        return (
-            f"training has not improved {self.metric}: it was {initial:.4g} before the first step "
-            f"and {best:.4g} at best, after step {self.best_step}, whose weights are kept; the "
-            "initial ones are not"
-        )
-
-    @property
-    def _sign(self) -> int:
-        """The factor that makes lower values of the metric the better ones."""
-        return 1 if is_lower_better(self.metric) else -1
-
-    @property
     def state(self) -> JsonObject:
         """The part that a checkpoint stores as JSON, in which infinity becomes null."""
-        return {
-            "value": self.best,
-            "step": self.best_step,
-            "worse": self.worse,
-            "initial": self.initial,
-        }
+        return {"value": self.best, "step": self.best_step, "worse": self.worse}
 
     def restore(self, state: JsonObject | None) -> None:
         """Restore a :attr:`state` from a checkpoint, which may have none."""
@@ -149,7 +124,6 @@ class Patience:
         self.best = math.inf if state["value"] is None else state["value"]
         self.best_step = state["step"]
         self.worse = state["worse"]
-        self.initial = math.inf if state["initial"] is None else state["initial"]
 
     def record(self, step: int, metrics: JsonObject) -> None:
         """Record an evaluation.
@@ -169,10 +143,11 @@ class Patience:
             raise UserError(
                 f"--metric_for_best_model {self.metric} is not measured; choose one of {names}."
             )
-        value = self._sign * float(metrics[self.metric])
         if step == 0:
-            self.initial = value
-        elif value < self.best:
+            return
+        sign = 1 if is_lower_better(self.metric) else -1
+        value = sign * float(metrics[self.metric])
+        if value < self.best:
             self.best = value
             self.best_step = step
             self.worse = 0

@@ -199,8 +199,6 @@ def _state(run: Run, engine: Engine) -> JsonObject:
 def load_best(run: Run, engine: Engine) -> None:
     """Load the weights of the best evaluation if the run keeps them and they are not the last."""
     best_step = run.patience.best_step if run.patience.keeps_best else 0
-    if run.patience.lack_of_improvement:
-        run.record_event("worse", run.patience.lack_of_improvement)
     if best_step in (0, run.step):
         return
 
