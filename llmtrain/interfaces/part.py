@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from llmtrain.errors import UserError, first_line
+from llmtrain.errors import UserError
 from llmtrain.files import JsonObject, json_text
 from llmtrain.interfaces.batches import Batch
 
@@ -76,38 +76,27 @@ def settings_of(part: Part) -> JsonObject | None:
     for the defaults of this package's own classes.
 
     Raises:
-        UserError: if settings that the part gives itself are no dictionary of JSON, or fail.
+        UserError: if settings that the part gives itself are no dictionary of JSON.
     """
-    name = name_of(part)
-    try:
-        settings = part.settings
-    except Exception as error:  # the part is the user's own code
-        raise UserError(f"the settings of {name} failed: {first_line(error)}") from error
-    if settings is None:
+    if part.settings is None:
         return None
-    class_name = type(part).__name__
-    if isinstance(settings, Mapping):
-        entries = json_entries(settings)
-        for key, value in settings.items():
-            if not isinstance(key, str) or key not in entries:
-                raise UserError(
-                    f"the settings of {name} have a {type(value).__name__} as {key}; use numbers, "
-                    "strings, lists and dictionaries, and strings as keys."
-                )
-        return {"class": class_name, **entries}
-    if settings is not Part.settings:
-        raise UserError(
-            f"the settings of {name} are a {type(settings).__name__}; give a dictionary of JSON, "
-            "or None if the part changes nothing."
-        )
+    settings = part.settings
+    if settings is Part.settings:
+        fields: dict[str, Any] = {}
+        for owner in reversed(type(part).__mro__):
+            if not is_own(owner):
+                fields.update(vars(owner))
+        fields.update(vars(part))
+        public = {name: value for name, value in fields.items() if not name.startswith("_")}
+        return {"class": type(part).__name__, **json_entries(public)}
 
-    fields: dict[str, Any] = {}
-    for owner in reversed(type(part).__mro__):
-        if not is_own(owner):
-            fields.update(vars(owner))
-    fields.update(vars(part))
-    public = {name: value for name, value in fields.items() if not name.startswith("_")}
-    return {"class": class_name, **json_entries(public)}
+    entries = json_entries(settings)
+    if len(entries) < len(settings):
+        raise UserError(
+            f"the settings of {name_of(part)} are no dictionary of JSON: use numbers, strings, "
+            "lists and dictionaries, or None if the part changes nothing."
+        )
+    return {"class": type(part).__name__, **entries}
 
 
 def is_own(owner: type) -> bool:

@@ -87,25 +87,10 @@ def test_a_part_that_gives_its_settings_has_no_others() -> None:
     part.settings = {"teacher": "v1"}
     assert settings_of(part) == {"class": "Described", "teacher": "v1"}
 
-    for settings, message in (
-        ({"teacher": torch.ones(2)}, "the settings of Described have a Tensor as teacher"),
-        ({"class": "a", 3: 4}, "the settings of Described have a int as 3"),
-        ("v1", "the settings of Described are a str; give a dictionary"),
-    ):
+    for settings in ({"teacher": torch.ones(2)}, "v1"):
         part.settings = settings
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match="the settings of Described are no dictionary of JSON"):
             settings_of(part)
-
-
-class Failing(lt.Callback):
-    @property
-    def settings(self) -> Any:
-        raise ValueError("no teacher")
-
-
-def test_settings_that_fail_are_one_line() -> None:
-    with pytest.raises(UserError, match="the settings of Failing failed: no teacher"):
-        settings_of(Failing())
 
 
 def test_the_settings_do_not_depend_on_where_a_flag_was_set() -> None:
