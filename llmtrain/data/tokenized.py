@@ -4,37 +4,26 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from llmtrain.console import note
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.audit import Audit, total_audit
-from llmtrain.data.formats import parse_extra_columns
+from llmtrain.data.given_rows import GivenRows, as_token_rows, measured
 from llmtrain.data.order import WINDOW, Mixture, shuffle_name
-from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS, column_values
+from llmtrain.data.packing import LENGTHS
 from llmtrain.data.readers import Split, kind_of
-from llmtrain.data.shards import ArrayRows, Rows, Shard, TokenRows
-from llmtrain.errors import DamagedRowsError, UserError, as_user_error, first_line
+from llmtrain.data.shards import Rows, Shard, TokenRows
+from llmtrain.errors import DamagedRowsError, UserError
 from llmtrain.files import JsonObject, damaged_files, read_patiently, read_sealed
-from llmtrain.interfaces.batches import IGNORED
 from llmtrain.model_folders import vocabulary_of
 
 if TYPE_CHECKING:
-    import datasets
-
-GivenRows: TypeAlias = "TokenRows | datasets.Dataset"
+    pass
 
 MANIFEST = "manifest.json"  # of a set, which is complete if it has one
 # The version of a set's content. Raise it when the content changes: the entries of the cache are
 # then made again.
 FORMAT_VERSION = 15
-_MEASURED_ROWS = 1024  # that are read at a time
-_WRONG_COLUMNS = (
-    f"Tokenized.of: {', '.join(TOKEN_COLUMNS)} must be lists of integers, all of one length; pad "
-    "or pack them."
-)
 
 
 @dataclass
@@ -335,14 +324,14 @@ class Tokenized:
         Raises:
             UserError: if a column is not of this form.
         """
-        splits = [_as_token_rows(rows, extra_columns) for rows in (train, eval) if rows is not None]
+        splits = [as_token_rows(rows, extra_columns) for rows in (train, eval) if rows is not None]
         width = len(splits[0][0]["input_ids"])
         layouts = {f"{rows.column_names} of {len(rows[0]['input_ids'])} tokens" for rows in splits}
         if len(layouts) > 1:
             raise UserError(
                 f"Tokenized.of: one split has {' and one '.join(layouts)}; give both the same."
             )
-        counts = [_measure(splits[0]), *[_measure(rows, tokenizer) for rows in splits[1:]]]
+        counts = [measured(splits[0]), *[measured(rows, tokenizer) for rows in splits[1:]]]
         vocabulary = max(largest for _, largest in counts) + 1
         if tokenizer is not None and vocabulary > vocabulary_of(tokenizer):
             raise UserError(
@@ -372,99 +361,3 @@ def short_names(names: Sequence[str]) -> Sequence[str]:
     paths = [Path(name).absolute() for name in names]
     short_names = [path.stem if kind_of(path) else path.name for path in paths]
     return short_names if len(set(short_names)) == len(short_names) else names
-
-
-# --- rows that were tokenised elsewhere
-
-
-def _as_token_rows(rows: GivenRows, extra_columns: Sequence[str]) -> TokenRows:
-    """Return the columns of rows that a run reads.
-
-    Raises:
-        UserError: if they are no lists of integers, have gaps, or have several lengths.
-    """
-    if isinstance(rows, TokenRows):
-        return rows
-
-    import pyarrow
-    from pyarrow.compute import list_value_length
-
-    extra = parse_extra_columns(extra_columns)
-    for name in {"loss_weight", "loss_mask"} & {*rows.column_names}:
-        if "loss_weight" not in extra:
-            note(f"the column {name} is not used; name it in extra_columns to weigh the tokens")
-    all_columns = rows.with_format("arrow")[:]
-    table = all_columns.select([name for name in TOKEN_COLUMNS if name in rows.column_names])
-    lengths: set[int | None] = set()
-    chunks: list[dict[str, np.ndarray]] = [{} for _ in range(table.column(0).num_chunks)]
-    try:
-        for name in table.column_names:
-            column = table.column(name)
-            lengths.update(list_value_length(column).unique().to_pylist())
-            for chunk, arrays in zip(column.chunks, chunks, strict=True):
-                values = np.from_dlpack(chunk.flatten())  # to_numpy() would import pandas
-                arrays[name] = values.reshape(len(chunk), -1 if len(chunk) else 1)
-    except (pyarrow.ArrowException, ValueError):
-        raise UserError(_WRONG_COLUMNS) from None
-    is_too_short = bool(lengths & {None, 0, 1})
-    kinds = {array.dtype.kind for arrays in chunks for array in arrays.values()}
-    if len(lengths) != 1 or is_too_short or kinds != {"i"} or "input_ids" not in table.column_names:
-        raise UserError(_WRONG_COLUMNS)
-    width = len(rows[0]["input_ids"])
-    for name, (column_name, dtype) in extra.items():
-        with as_user_error("Tokenized.of", describe=first_line):
-            shape = np.shape(rows[0].get(column_name))
-            row_dtype = np.dtype((dtype, (width, *shape[1:]) if shape else ()))
-            column = all_columns.column(column_name)
-            for chunk, arrays in zip(column.chunks, chunks, strict=True):
-                values = column_values(name, chunk.to_pylist(), row_dtype, len(chunk))
-                arrays[name] = values if shape else np.tile(values[:, None], width)
-    # Chunks are no shards: the order of rows does not depend on them.
-    return TokenRows([TokenRows([ArrayRows(arrays) for arrays in chunks])])
-
-
-def _measure(rows: TokenRows, tokenizer: "tok.FastTokenizer | None" = None) -> tuple[Audit, int]:
-    """Hash the content of rows, and count their targets; with a tokenizer, their bytes, too.
-
-    Returns:
-        The counts, and the largest token or label.
-
-    Raises:
-        UserError: if a token or a label is negative, but not -100.
-    """
-    digest = hashlib.sha256()
-    largest = 0
-    targets = 0
-    target_bytes = 0
-    names = [name for name in rows.column_names if name != LENGTHS]
-    label_column = "labels" if "labels" in names else "input_ids"
-    for name in names:
-        digest.update(name.encode())
-        for start in range(0, len(rows), _MEASURED_ROWS):
-            numbers = np.arange(start, min(start + _MEASURED_ROWS, len(rows)))
-            matrix = rows.read(numbers)[name]
-            if name not in TOKEN_COLUMNS:
-                digest.update(matrix.tobytes())
-                continue
-            digest.update(matrix.astype("<i4").tobytes())
-            if ((matrix < 0) & (matrix != IGNORED)).any():
-                raise UserError(
-                    f"Tokenized.of: {name} holds negative numbers; only {IGNORED} may be negative."
-                )
-            if name != "position_ids":
-                largest = max(largest, int(matrix.max()))
-            if name == label_column:
-                labels = matrix[:, 1:][matrix[:, 1:] != IGNORED]
-                targets += len(labels)
-                if tokenizer is not None:
-                    text = tokenizer.backend_tokenizer.decode(labels.tolist())
-                    target_bytes += len(text.encode())
-
-    stats = Audit(
-        records=len(rows),
-        rows=len(rows),
-        targets=targets,
-        bytes=target_bytes,
-        sha256=digest.hexdigest(),
-    )
-    return stats, largest
