@@ -1,5 +1,6 @@
 """Count what becomes of the records of a source, and choose a ``--max_length`` for them."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
@@ -8,6 +9,7 @@ import numpy as np
 
 from llmtrain.console import is_or_are, pluralize
 from llmtrain.data.chat_template import REASONING_OPTION
+from llmtrain.data.shards import SHARD_BYTES, SHARD_RECORDS
 from llmtrain.data.turns import THINKING_COUNTS
 
 # --max_length auto holds this share of the examples. A larger --max_length is suggested if the
@@ -172,6 +174,20 @@ def summed(audits: Sequence[Audit]) -> Audit:
     total.pairs = max(audit.pairs for audit in audits)
     total.needed_length = max(audit.needed_length for audit in audits)
     total.first_fault = next((audit.first_fault for audit in audits if audit.first_fault), "")
+    return total
+
+
+def total_of_shards(audits: Sequence[Audit]) -> Audit:
+    """Return the counts of a source, given those of its shards.
+
+    Its hash says how records became shards, if there are several.
+    """
+    total = summed(audits)
+    total.sha256 = audits[0].sha256
+    if len(audits) > 1:
+        hashes = " ".join(audit.sha256 for audit in audits)
+        rule = f"shards of {SHARD_RECORDS} records or {SHARD_BYTES} bytes: {hashes}"
+        total.sha256 = hashlib.sha256(rule.encode()).hexdigest()
     return total
 
 

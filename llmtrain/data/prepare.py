@@ -1,13 +1,12 @@
 """Turn text, conversations or preference data into a set: shards of rows, with a manifest.
 
 The stages that a record passes are listed in :mod:`llmtrain.data`. A set is in the cache, or in a
-folder that the user has named. It is complete once it has a manifest. Until then, each shard has a
-file of its own facts, so that a start after a kill makes only what is missing.
+folder that the user has named. It is complete once it has a manifest. Until then, each shard has
+its own facts, so that a start after a kill makes only what is missing.
 """
 
 import contextlib
 import copy
-import hashlib
 import shutil
 import sys
 import time
@@ -21,14 +20,14 @@ import numpy as np
 
 from llmtrain.console import is_or_are, note, pluralize, say
 from llmtrain.data import tokenizer as tok
-from llmtrain.data.audit import Audit, covering_length, summed
+from llmtrain.data.audit import Audit, covering_length, total_of_shards
 from llmtrain.data.chat_template import REASONING_OPTION
 from llmtrain.data.config import ChatConfig, PairConfig
 from llmtrain.data.corpus import EncodedCorpus
 from llmtrain.data.examples import EncodedChats, EncodedPairs, EncodedTokens
 from llmtrain.data.packing import TokenStore
 from llmtrain.data.readers import Source, Split
-from llmtrain.data.records import SHARD_BYTES, SHARD_RECORDS, Documents, records_of
+from llmtrain.data.records import Documents, records_of
 from llmtrain.data.render import AnyRenderer, PromptCompletionRenderer, Renderer
 from llmtrain.data.request import DataRequest
 from llmtrain.data.shards import facts_of, token_dtype
@@ -100,9 +99,6 @@ class SetMaker:
     Args:
         folder: the folder of the set.
         request: the rows.
-
-    Raises:
-        UserError: if the tokenizer cannot be trained on the records.
     """
 
     def __init__(self, folder: Path, request: DataRequest) -> None:
@@ -356,20 +352,6 @@ class SetMaker:
             f"{megabytes:,.1f} MB on disk, {seconds * scale / 60:,.1f} minutes",
             sys.stderr,
         )
-
-
-def total_of_shards(audits: Sequence[Audit]) -> Audit:
-    """Return the counts of a source, given those of its shards.
-
-    Its hash says how records became shards, if there are several.
-    """
-    total = summed(audits)
-    total.sha256 = audits[0].sha256
-    if len(audits) > 1:
-        hashes = " ".join(audit.sha256 for audit in audits)
-        rule = f"shards of {SHARD_RECORDS} records or {SHARD_BYTES} bytes: {hashes}"
-        total.sha256 = hashlib.sha256(rule.encode()).hexdigest()
-    return total
 
 
 def _row_length(request: DataRequest, encoded: Sequence[EncodedShard]) -> int:

@@ -24,6 +24,7 @@ from llmtrain.data.formats import (
 )
 from llmtrain.data.messages import BadRecord, tokens_of
 from llmtrain.data.readers import Fields, Record, Source, Split, shown
+from llmtrain.data.shards import shards_of
 from llmtrain.errors import UserError
 from llmtrain.files import json_text
 
@@ -33,9 +34,6 @@ Chat = TypeVar("Chat", Conversation, PreferenceRecord)
 # Whether each record has something in a split, bool [records].
 Splits: TypeAlias = dict[Split, np.ndarray]
 
-# A shard has so many records, or so much text, whichever comes first.
-SHARD_RECORDS = 100_000
-SHARD_BYTES = 1 << 28
 # More eval data than this share, or than twice --eval_fraction, are far too many.
 _LARGEST_EVAL_SHARE = 0.5
 
@@ -317,24 +315,6 @@ class Documents(Records[Document]):
         self.is_cut = True
         is_eval: np.ndarray = hashes == hashes[np.argmax(sizes)]
         return is_eval
-
-
-def shards_of(text_bytes: np.ndarray) -> list[range]:
-    """Divide records into shards of 100,000 records or 256 MiB, whichever comes first.
-
-    Args:
-        text_bytes: float64 [records], the size of each.
-    """
-    shards = []
-    start = 0
-    before = np.cumsum(text_bytes) - text_bytes  # bytes before each record
-    while start < len(before):
-        # Bytes of the shard before each record that it may have.
-        sizes = before[start : start + SHARD_RECORDS] - before[start]
-        stop = start + int(np.searchsorted(sizes, SHARD_BYTES))
-        shards.append(range(start, stop))
-        start = stop
-    return shards
 
 
 def records_of(

@@ -21,6 +21,9 @@ from llmtrain.files import ABSENCES, JsonObject, errors_name, json_text, read_ha
 from llmtrain.interfaces.batches import IGNORED
 
 BLOCK_BYTES = 1 << 20
+# A shard has so many records, or so much text, whichever comes first.
+SHARD_RECORDS = 100_000
+SHARD_BYTES = 1 << 28
 # The dtypes of columns, as safetensors names them.
 _SAFETENSORS_DTYPES = {
     "uint16": "U16",
@@ -31,6 +34,24 @@ _SAFETENSORS_DTYPES = {
 }
 
 RowWriter: TypeAlias = Callable[[Mapping[str, np.ndarray]], None]
+
+
+def shards_of(text_bytes: np.ndarray) -> list[range]:
+    """Divide records into shards of 100,000 records or 256 MiB, whichever comes first.
+
+    Args:
+        text_bytes: float64 [records], the size of each.
+    """
+    shards = []
+    start = 0
+    before = np.cumsum(text_bytes) - text_bytes  # bytes before each record
+    while start < len(before):
+        # Bytes of the shard before each record that it may have.
+        sizes = before[start : start + SHARD_RECORDS] - before[start]
+        stop = start + int(np.searchsorted(sizes, SHARD_BYTES))
+        shards.append(range(start, stop))
+        start = stop
+    return shards
 
 
 class Column(NamedTuple):

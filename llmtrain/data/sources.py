@@ -217,11 +217,7 @@ def is_set(name: str) -> bool:
 
 
 def _prepared_source(name: str, flag: str) -> Source | None:
-    """Return a set, or files of tokens, as a source of rows; ``None`` if the name is neither.
-
-    Raises:
-        UserError: if the set is damaged.
-    """
+    """Return a set, or files of tokens, as a source; ``None`` if the name is neither."""
     if name.endswith(".bin"):
         paths = sorted(map(Path, glob.glob(str(Path(name).expanduser()))))  # noqa: PTH207
         labels = {path: "" for each in paths for path in (each, each.with_suffix(".idx"))}

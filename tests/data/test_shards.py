@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from llmtrain.data import prepare, records
+from llmtrain.data import prepare, shards
 from llmtrain.data.config import ChatConfig, RowConfig
 from llmtrain.data.packing import columns_of
 from llmtrain.data.shards import BLOCK_BYTES, Shard, TokenRows, create_shard, facts_of
@@ -125,19 +125,19 @@ def borders_by_a_loop(sizes: list[float], most_records: int, most_bytes: int) ->
 
 
 def test_borders_are_those_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (records.SHARD_RECORDS, records.SHARD_BYTES) == (100_000, 2**28)
+    assert (shards.SHARD_RECORDS, shards.SHARD_BYTES) == (100_000, 2**28)
     for count in (0, 1, 100_000, 100_001, 250_000):
         sizes = [3.0] * count
-        assert records.shards_of(np.array(sizes)) == borders_by_a_loop(sizes, 100_000, 2**28)
+        assert shards.shards_of(np.array(sizes)) == borders_by_a_loop(sizes, 100_000, 2**28)
     large = [2.0**27, 2.0**27, 1.0, 2.0**30, 2.0**28 - 1, 1.0, 5.0]
     expected = [range(2), range(2, 4), range(4, 6), range(6, 7)]
-    assert records.shards_of(np.array(large)) == expected
+    assert shards.shards_of(np.array(large)) == expected
 
-    monkeypatch.setattr(records, "SHARD_RECORDS", 5)
-    monkeypatch.setattr(records, "SHARD_BYTES", 40)
+    monkeypatch.setattr(shards, "SHARD_RECORDS", 5)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 40)
     for seed in range(50):
         sizes = np.random.default_rng(seed).integers(0, 30, size=seed).astype(float)
-        assert records.shards_of(sizes) == borders_by_a_loop(sizes.tolist(), 5, 40)
+        assert shards.shards_of(sizes) == borders_by_a_loop(sizes.tolist(), 5, 40)
 
 
 # --- sets of several shards
@@ -155,7 +155,7 @@ KINDS = [
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a shard have at most seven records."""
-    monkeypatch.setattr(records, "SHARD_RECORDS", 7)
+    monkeypatch.setattr(shards, "SHARD_RECORDS", 7)
 
 
 def make_set(path: Path, chat: RowConfig | None, eval_fraction: float = 0.0) -> Tokenized:
@@ -208,7 +208,7 @@ def test_the_hash_of_the_data_depends_on_the_borders_and_on_all_shards(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def data_hash(most_records: int, texts: list[dict[str, Any]] = TEXTS) -> str:
-        monkeypatch.setattr(records, "SHARD_RECORDS", most_records)
+        monkeypatch.setattr(shards, "SHARD_RECORDS", most_records)
         monkeypatch.setenv("LLMTRAIN_CACHE", str(cache / str(most_records)))
         path = write_records(tmp_path / "all.jsonl", texts)
         return make_set(path, None).metadata.data_sha256
