@@ -155,7 +155,6 @@ def _fit_as_json(fit: "Fit") -> JsonObject:
         "flags": changed_flags(fit.chosen),
         "layout": _layout_as_json(fit.chosen),
         "too_large": None if fit.too_large is None else _layout_as_json(fit.too_large),
-        "would_fit": fit.would_fit,
     }
 
 
@@ -168,8 +167,7 @@ def _print_fit(fit: "Fit", size: str) -> None:
         print(labelled("fits", f"{layout.name}: {needed}{_step_text(layout)}"))
     else:
         print(labelled("too large", f"{layout.name}: {needed}, with all flags that save memory"))
-        answers = "; ".join(fit.would_fit) or "a smaller model, or shorter rows"
-        print(labelled("would fit", answers))
+        print(labelled("instead", "more --processes, --lora_r 16, or shorter rows"))
     print(labelled("command", fit.command))
     if fit.machines > 1:
         text = (

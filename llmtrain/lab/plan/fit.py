@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from llmtrain.config.flags import configs_of, value_of
-from llmtrain.console import size_text
 from llmtrain.devices import RESERVED_MEMORY, size_bytes
 from llmtrain.errors import UserError
 from llmtrain.files import shipped_config
@@ -28,8 +27,7 @@ from llmtrain.lab.plan.layouts import (
     shardings,
 )
 from llmtrain.parallel.ranks import Sharding
-from llmtrain.training.predicted_memory import Bytes, Memory
-from llmtrain.training.recipe_model import build_recipe_model
+from llmtrain.training.predicted_memory import Memory
 from llmtrain.training.recomputation import least_recomputation
 
 _EIGHT_BIT = "adamw_torch_8bit"
@@ -41,9 +39,6 @@ PROMISES = {
     "dtype": "other arithmetic: weights in bfloat16, with a compensation",
     "optim": "other arithmetic: AdamW with moments in 8 bits",
 }
-# If nothing fits, FSDP2 is tried on so many processes.
-_PROCESS_COUNTS = [2**exponent for exponent in range(1, 11)]
-_LORA_RANK = 16
 _PORT = 29500  # of the first machine, which accelerate's configs for several machines have, too
 
 
@@ -56,7 +51,6 @@ class Fit(NamedTuple):
         command: the command that runs the recipe with it, on the first machine if it takes several.
         machines: the number of machines.
         too_large: the next cheaper layout, which does not fit; ``None`` if there is none.
-        would_fit: what else would fit, if nothing does.
     """
 
     limit: float
@@ -64,7 +58,6 @@ class Fit(NamedTuple):
     command: str
     machines: int
     too_large: PlannedLayout | None
-    would_fit: list[str]
 
     @property
     def fits(self) -> bool:
@@ -124,7 +117,6 @@ def fit_into(limit: float, plan: Plan, request: PlanRequest) -> Fit:
         command=_command(request, answer, machines),
         machines=machines,
         too_large=too_large[-1] if chosen and too_large else None,
-        would_fit=[] if chosen else _would_fit(request, plan, limit),
     )
 
 
@@ -264,51 +256,3 @@ def _command(request: PlanRequest, layout: PlannedLayout, machines: int) -> str:
     for name, value in changed_flags(layout).items():
         words += f"--{name} {value}".split()
     return shlex.join(words)
-
-
-def _would_fit(request: PlanRequest, plan: Plan, limit: float) -> list[str]:
-    """Return what else would fit: shards in the memory of the host, more processes, or LoRA."""
-    answers = []
-    smallest = replace(_arithmetics(plan.memory)[-1], reduces_once=False)
-    can_be_sharded = _can_be_sharded(smallest)
-
-    if can_be_sharded and smallest.on_gpu and request.processes > 1:
-        # With several micro-batches, all bytes of gradients are part of the total.
-        sharding = Sharding(replicas=1, shards=request.processes)
-        needed = _least_bytes(smallest, sharding, accumulation=2)
-        on_host = needed.weights + needed.gradients + needed.optimizer
-        on_device = needed.total - on_host
-        if on_device <= limit:
-            processes = min(request.processes, plan.cluster.per_machine)
-            answers.append(
-                f"FSDP2 with accelerate launch --fsdp_offload_params true: {size_text(on_device)} "
-                f"each, and {size_text(processes * on_host)} in the memory of a host"
-            )
-
-    global_batch = plan.memory.recipe.settings.data.global_batch_size
-    for processes in _PROCESS_COUNTS if can_be_sharded else []:
-        if processes <= request.processes or global_batch % processes:
-            continue
-        sharding = Sharding(replicas=1, shards=processes)
-        total = _least_bytes(smallest, sharding, global_batch // processes).total
-        if total <= limit:
-            answers.append(f"FSDP2 on {processes} processes: {size_text(total)} each")
-            break
-
-    settings = plan.memory.recipe.settings
-    has_base = bool(value_of(settings, "model_name_or_path", default=None))
-    if has_base and value_of(settings, "lora_r", default=None) == 0:
-        flags = [*request.flags, "--lora_r", str(_LORA_RANK)]
-        recipe = build_recipe_model(request.recipe, flags, plan.memory.recipe.precision)
-        memory = Memory.of(recipe, plan.memory.on_gpu)
-        sharding = Sharding(replicas=request.processes, shards=1)
-        total = _least_bytes(memory, sharding, global_batch // request.processes).total
-        if total <= limit:
-            answers.append(f"--lora_r {_LORA_RANK}: {size_text(total)}")
-    return answers
-
-
-def _least_bytes(memory: Memory, sharding: Sharding, accumulation: int) -> Bytes:
-    """Return the bytes for micro-batches of one row, all of whose blocks are recomputed."""
-    recomputes = True if can_recompute(memory.recipe.model) else None
-    return memory.bytes_of(sharding, rows=1, accumulation=accumulation, recomputes=recomputes)
