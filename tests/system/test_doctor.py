@@ -62,20 +62,6 @@ def test_a_machine_that_can_train_has_no_bad_finding(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_version_that_is_too_old_is_bad(
-    monkeypatch: pytest.MonkeyPatch, examine: Callable[[str], Report]
-) -> None:
-    metadata = local_checks.importlib.metadata
-    requirements = ["accelerate>=99; python_version >= '3'", "peft>=99; extra == 'lora'", "numpy"]
-    monkeypatch.setattr(metadata, "requires", lambda package: requirements)
-
-    report = examine("")
-
-    assert report.status == 1
-    [finding] = report.about("versions")
-    assert finding["remedy"] == "pip install 'accelerate>=99'", "the extra is not asked for"
-
-
 def test_a_run_folder_in_which_no_file_can_grow_is_bad(
     monkeypatch: pytest.MonkeyPatch, examine: Callable[[str], Report], tmp_path: Path
 ) -> None:
@@ -253,13 +239,6 @@ def test_a_wrong_description_of_the_machines_is_an_error_of_one_line(
 
 # --- several processes and machines
 
-WRONG_CLOCK = """
-import os, time
-if os.environ.get("RANK") == "1":
-    right_time = time.time
-    time.time = lambda: right_time() + 100
-"""
-
 
 def report_lines(process: Ended) -> list[str]:
     """Return the findings in the output of a process, without messages of other programs."""
@@ -271,21 +250,16 @@ def report_text(process: Ended) -> str:
     return "\n".join(report_lines(process))
 
 
-def test_two_processes_make_one_report_in_which_a_wrong_clock_is_named(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(WRONG_CLOCK)
+def test_two_processes_make_one_report(tmp_path: Path) -> None:
     doctor = f"--multi_gpu -m llmtrain doctor --output_dir {tmp_path}"
 
-    process = run(
-        accelerate("cpu_ddp", *shlex.split(doctor)), {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    ).assert_ok()
+    process = run(accelerate("cpu_ddp", *shlex.split(doctor))).assert_ok()
 
     report = report_text(process)
     assert report.count("versions") == 1
     assert "2 processes; ACCELERATE_" in report
     assert "ACCELERATE_MIXED_PRECISION no" in report
     assert "2 processes over gloo" in report
-    assert "look  clocks      off: " in report
-    assert " by +100." in report
     assert "MB/s" in report
     assert "is visible to all processes" in report
     assert "BAD" not in report
@@ -327,7 +301,6 @@ def test_of_two_machines_that_meet_one_with_another_version_is_named(
     assert "wandb: " in report
     assert "(machine 1) has 0.1; " in report
     assert "ok    meeting     2 processes over gloo" in report
-    assert "ok    clocks " in report
     assert report_lines(second.assert_ok()) == []
 
 

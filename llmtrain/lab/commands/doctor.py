@@ -1,9 +1,9 @@
 """Check whether this machine, or several together, can train.
 
 It looks at versions, devices, the launcher's config and the run folder. With several
-machines it also looks at which processes come, how fast they send, and whether clocks and versions
-agree. For that, start it on each machine with its --machine_rank, or under the launcher: accelerate
-launch --config_file FILE -m llmtrain doctor. The exit status is 1 if something is bad.
+machines it also looks at which processes come, how fast they send, and whether versions agree.
+For that, start it on each machine with its --machine_rank, or under the launcher: accelerate launch
+--config_file FILE -m llmtrain doctor. The exit status is 1 if something is bad.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Checks that several processes make together.
 
-They find out which processes join the group, whether versions and clocks agree, how fast the links
-are, and whether all see the same run folder.
+They find out which processes join the group, whether versions agree, how fast the links are, and
+whether all see the same run folder.
 """
 
 import contextlib
@@ -24,7 +24,6 @@ from llmtrain.parallel.ranks import Team
 from llmtrain.versions import versions
 
 _MESSAGE_BYTES = 2**24  # of the tensor that is sent
-_LARGEST_SKEW = 1.0  # seconds between a clock and that of the first process
 
 T = TypeVar("T")
 
@@ -53,7 +52,6 @@ def findings(
         names = _gather(f"{platform.node()} (machine {machine})")
         group_findings = [
             *_same_versions(names),
-            _clocks(names),
             _all_reduce(),
             *_shared_folder(output_dir, names),
         ]
@@ -177,20 +175,6 @@ def _same_versions(names: Sequence[str]) -> Iterator[Finding]:
                 f"{package}: {', '.join(sorted(different))}; {names[0]} has {first}",
                 remedy="install the same version everywhere: pip install --constraint ...",
             )
-
-
-def _clocks(names: Sequence[str]) -> Finding:
-    dist.barrier()
-    times = _gather(time.time())
-    skews = {name: seconds - times[0] for name, seconds in zip(names, times, strict=True)}
-    large_skews = [
-        f"{name} by {skew:+.1f} s" for name, skew in skews.items() if abs(skew) > _LARGEST_SKEW
-    ]
-    if large_skews:
-        text = f"off: {', '.join(large_skews)}, from the clock of {names[0]}"
-        return Finding(DOUBTFUL, "clocks", text, remedy="run an NTP client, such as chrony")
-    largest = max(map(abs, skews.values()))
-    return Finding(GOOD, "clocks", f"within {largest:.2f} s of the first one")
 
 
 def _all_reduce() -> Finding:

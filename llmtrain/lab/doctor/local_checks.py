@@ -1,9 +1,7 @@
 """Checks of one machine, which a single process makes."""
 
 import contextlib
-import importlib.metadata
 import os
-import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ from llmtrain.files import new_folder
 from llmtrain.launching.accelerator import use_cpu
 from llmtrain.launching.launch_request import check_launch
 from llmtrain.locks import file_lock
-from llmtrain.versions import version_of, versions
+from llmtrain.versions import versions
 
 # The levels of a finding.
 GOOD = "ok"
@@ -58,27 +56,8 @@ def findings(output_dir: Path) -> list[Finding]:
 
 
 def _versions() -> Finding:
-    from packaging.requirements import Requirement
-
-    requirements: list[Requirement] = []
-    # A checkout may be on the path without being installed.
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        lines = importlib.metadata.requires("llmtrain") or []
-        requirements = [Requirement(line) for line in lines]
-
     installed = versions()
     text = ", ".join(f"{package} {installed[package]}" for package in _PACKAGES_SHOWN)
-    missing = []
-    for requirement in requirements:
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        version = version_of(requirement.name)
-        is_met = bool(version) and requirement.specifier.contains(version, prereleases=True)
-        if applies and not is_met:
-            needed = f"{requirement.name}{requirement.specifier}"
-            text += f"; {requirement.name} is {version or 'not installed'}, but {needed} is needed"
-            missing.append(needed)
-    if missing:
-        return Finding(BAD, "versions", text, remedy=shlex.join(["pip", "install", *missing]))
     return Finding(GOOD, "versions", text)
 
 
