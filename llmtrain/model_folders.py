@@ -48,21 +48,6 @@ def is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").exists()
 
 
-def note_on_base(folder: Path) -> str:
-    """Return what to change before an adapter is published whose base is a folder of this machine.
-
-    The text is empty for an adapter whose base is on the hub, and for a model.
-    """
-    base = str(read_object(folder / "adapter_config.json").get("base_model_name_or_path", ""))
-    if not Path(base).is_absolute():
-        return ""
-    return (
-        f"{folder}/adapter_config.json names its base by a path of this machine, {base}; before "
-        "you publish the adapter, set base_model_name_or_path there to the name of the base on the "
-        "hub, or publish the merged model: llmtrain export --merge"
-    )
-
-
 def model_folder(name: str) -> str:
     """Return the model folder that a name refers to.
 

@@ -4,8 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from llmtrain.console import printable, say
-from llmtrain.files import JsonObject, json_text, local_path
+from llmtrain.console import say
+from llmtrain.files import json_text, local_path
 
 EXAMPLES = (
     "llmtrain export runs/gpt --to model",
@@ -47,7 +47,6 @@ def run(arguments: argparse.Namespace) -> None:
         is_adapter,
         is_of_checkpoint,
         model_folder,
-        note_on_base,
     )
     from llmtrain.models.adapters import write_merged
     from llmtrain.models.export import how_to_load, write_copy
@@ -72,19 +71,13 @@ def run(arguments: argparse.Namespace) -> None:
             f"--merge: {source} is not an adapter, so there is nothing to merge; leave --merge out."
         )
 
-    result: JsonObject = {"model": str(target)}
     with new_folder(target) as working:
         if arguments.merge:
             say("merge", f"the adapter and its base, to {target}", sys.stderr)
             write_merged(source, working, arguments.dtype or "auto")
         else:
             write_copy(source, working, arguments.dtype)
-    base_note = note_on_base(target)
-    if base_note:
-        result["notes"] = [base_note]
     if arguments.json:
-        print(json_text(result))
+        print(json_text({"model": str(target)}))
         return
     print(f"{target} holds the model ({how_to_load(target)})")
-    if base_note:
-        print(f"note: {printable(base_note)}")

@@ -11,7 +11,6 @@ from llmtrain.console import note, printable, say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import first_line, hub_error
 from llmtrain.interfaces.batches import IGNORED
-from llmtrain.model_folders import note_on_base
 from llmtrain.models.export import MODULE_CLASS, folder_config, gives_scores, how_to_load
 from llmtrain.models.generation import Sampling
 from llmtrain.observe.progress import loss_curve
@@ -136,7 +135,7 @@ def _command() -> str:
 
 
 def publish(folder: Path, repository: str | None) -> None:
-    """Upload a finished model's folder to the hub, and warn if the adapter's base is not public.
+    """Upload a finished model's folder to the hub.
 
     The account is the one of ``hf auth login`` or of ``HF_TOKEN``. If the upload fails, a note says
     so, and the program continues: the model is still on the disk.
@@ -146,9 +145,6 @@ def publish(folder: Path, repository: str | None) -> None:
         repository: the name of the repository, which is made private if it does not exist. ``None``
             uploads nothing.
     """
-    base_note = note_on_base(folder)
-    if base_note:
-        note(base_note)
     if repository is None:
         return
     from huggingface_hub import HfApi

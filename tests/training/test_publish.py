@@ -9,13 +9,11 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from peft import LoraConfig
 
 from llmtrain import model_folders
 from llmtrain.errors import UserError
 from llmtrain.models.hub_models import local_folder
 from llmtrain.training.summary import publish
-from tests.command_line import run_cli
 
 
 class FakeHub:
@@ -69,25 +67,6 @@ def test_a_refusal_of_the_hub_is_a_note_of_one_line_without_secrets(
     assert note.count("\n") == 1
     assert "hf_Abc" not in note
     assert "essay" not in note
-
-
-def test_an_adapter_of_a_local_base_is_noted_before_it_is_published(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """`peft` writes such settings. Nobody else has the base under this path."""
-    base = tmp_path / "base"
-    adapter = tmp_path / "run" / "model"
-    LoraConfig(base_model_name_or_path=str(base)).save_pretrained(str(adapter))
-
-    publish(adapter, None)
-    run_note = capsys.readouterr().err
-    _, export_out, _ = run_cli(
-        capsys, "export", str(tmp_path / "run"), "--to", str(tmp_path / "to")
-    )
-
-    for text, folder in ((run_note, adapter), (export_out, tmp_path / "to")):
-        assert f"note: {folder}/adapter_config.json names its base by a path" in text
-        assert str(base) in text
 
 
 class NeverAnswers(socketserver.BaseRequestHandler):
