@@ -38,6 +38,7 @@ TABLES = {
     "chats": Table(),
     "loss": Table(),
     "scale": Table(),
+    "tokenize": Table(),
     "windows": Table(),
     "links": Table(needs_root=True),
     "plan": Table(),
