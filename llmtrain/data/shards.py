@@ -246,10 +246,11 @@ class Shard:
         self.rows: int = facts["rows"]
         self.columns = {name: Column(*column) for name, column in facts["columns"].items()}
         # The header comes before the columns.
+        self._first_byte = len(_header(self.columns, self.rows))
         columns_bytes = self.rows * sum(column.row_bytes for column in self.columns.values())
-        self._first_byte = facts["bytes"] - columns_bytes
         blocks = -(-facts["bytes"] // BLOCK_BYTES)
-        is_possible = self._first_byte > 0 and len(facts["blocks"]) == blocks
+        is_possible = facts["bytes"] == self._first_byte + columns_bytes
+        is_possible = is_possible and len(facts["blocks"]) == blocks
         if not is_possible or path.stat().st_size != facts["bytes"]:
             raise OSError(f"{path.name} has another size than its rows")
 
@@ -284,8 +285,28 @@ def create_shard(path: Path, columns: Mapping[str, Column], rows: int) -> Iterat
         columns: the columns.
         rows: the number of rows that will be written.
     """
-    header = {}
+    header = _header(columns, rows)
     next_byte = {}  # of each column
+    first_byte = len(header)
+    for name, column in columns.items():
+        next_byte[name] = first_byte
+        first_byte += rows * column.row_bytes
+
+    with errors_name(path), path.open("wb") as file:
+        file.write(header)
+
+        def write(values: Mapping[str, np.ndarray]) -> None:
+            for name, column in columns.items():
+                stored = values[name].astype(np.dtype(column.dtype).newbyteorder("<"), order="C")
+                file.seek(next_byte[name])
+                next_byte[name] += file.write(stored.tobytes())
+
+        yield write
+
+
+def _header(columns: Mapping[str, Column], rows: int) -> bytes:
+    """Return the beginning of a safetensors file: the length of a JSON object, and the object."""
+    header = {}
     first_byte = 0
     for name, column in columns.items():
         stop = first_byte + rows * column.row_bytes
@@ -294,21 +315,10 @@ def create_shard(path: Path, columns: Mapping[str, Column], rows: int) -> Iterat
             "shape": [rows, *column.shape],
             "data_offsets": [first_byte, stop],
         }
-        next_byte[name] = first_byte
         first_byte = stop
     header_text = json_text(header).encode()
     header_text = header_text.ljust(-(-len(header_text) // 8) * 8)
-
-    with errors_name(path), path.open("wb") as file:
-        file.write(len(header_text).to_bytes(8, "little") + header_text)
-
-        def write(values: Mapping[str, np.ndarray]) -> None:
-            for name, column in columns.items():
-                stored = values[name].astype(np.dtype(column.dtype).newbyteorder("<"), order="C")
-                file.seek(8 + len(header_text) + next_byte[name])
-                next_byte[name] += file.write(stored.tobytes())
-
-        yield write
+    return len(header_text).to_bytes(8, "little") + header_text
 
 
 def block_hashes(path: Path) -> list[str]:

@@ -281,17 +281,23 @@ class Tokenized:
                     except DamagedRowsError:
                         name = shard.file.path.name
                         raise OSError(f"{name} differs from its hash") from None
+        counts = [[sum(map(len, each.shards)) for each in split] for split in sources.values()]
+        if counts != [metadata.source_rows, metadata.eval_source_rows]:
+            raise OSError(f"{MANIFEST} counts other rows than its shards have")
         metadata.audit = total_audit([source.audit for source in sources["train"]])
         metadata.eval_audit = total_audit([source.audit for source in sources["eval"]])
         metadata.cache_entry = folder.name
         train = rows_of(sources["train"])
         eval = rows_of(sources["eval"])
+        tokenizer = tok.load_tokenizer(
+            str(folder / "tokenizer"), trained=tok.is_trained(metadata.tokenizer)
+        )
+        if metadata.vocabulary != vocabulary_of(tokenizer):
+            raise OSError(f"{MANIFEST} has another vocabulary than its tokenizer")
         return cls(
             train=train or eval,
             eval=eval or None,
-            tokenizer=tok.load_tokenizer(
-                str(folder / "tokenizer"), trained=tok.is_trained(metadata.tokenizer)
-            ),
+            tokenizer=tokenizer,
             metadata=metadata,
             sources=sources,
             made_from=manifest["made_from"],

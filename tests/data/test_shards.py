@@ -12,8 +12,9 @@ from llmtrain.data import prepare, shards
 from llmtrain.data.config import ChatConfig, RowConfig
 from llmtrain.data.packing import columns_of
 from llmtrain.data.shards import BLOCK_BYTES, Shard, TokenRows, create_shard, facts_of
-from llmtrain.data.tokenized import Tokenized, metadata_of
+from llmtrain.data.tokenized import MANIFEST, Tokenized, metadata_of
 from llmtrain.errors import DamagedRowsError
+from llmtrain.files import read_sealed, write_sealed
 from llmtrain.interfaces.batches import IGNORED
 from llmtrain.training.rows import tokenize
 from tests.data.chat_records import CHATML_END, answers_of, chat_records
@@ -217,6 +218,31 @@ def test_the_hash_of_the_data_depends_on_the_borders_and_on_all_shards(
     with_other_end = [*TEXTS[:-1], TEXTS[0]]
     hashes = {data_hash(RECORDS), data_hash(20), data_hash(7), data_hash(20, with_other_end)}
     assert len(hashes) == 4
+
+
+@pytest.mark.usefixtures("small_shards")
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        (lambda manifest: manifest["train"][0]["shards"][1].update(rows=1), "another size than"),
+        (
+            lambda manifest: manifest["train"][0]["shards"].pop(),
+            "counts other rows than its shards",
+        ),
+        (lambda manifest: manifest["metadata"].update(vocabulary=9), "another vocabulary than"),
+    ],
+    ids=["rows", "shards", "vocabulary"],
+)
+def test_a_manifest_that_contradicts_its_set_is_refused(
+    lie: Callable[[Any], Any], message: str, tmp_path: Path, cache: Path
+) -> None:
+    rows = make_set(write_records(tmp_path / "all.jsonl", TEXTS), None)
+    folder = cache / rows.metadata.cache_entry
+    manifest = read_sealed(folder / MANIFEST)
+    lie(manifest)
+    write_sealed(folder / MANIFEST, manifest)
+    with pytest.raises(OSError, match=message):
+        Tokenized.open(folder)
 
 
 @pytest.mark.usefixtures("small_shards")
