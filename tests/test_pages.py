@@ -209,6 +209,8 @@ def small_flags(command: str, *, reads_builtin: bool) -> dict[str, str]:
         # The page has chosen the micro-batch for the global batch of the recipe.
         if "--per_device_train_batch_size" in command:
             del flags["global_batch_size"]
+        if "--dataset sets/" in command:  # which have their tokenizer
+            del flags["tokenizer"]
         return flags
 
     if "recipes/finetune.py --model_name_or_path runs/gpt" in command:
