@@ -35,7 +35,9 @@ def write_shard(path: Path, rows: int, width: int, vocabulary: int) -> dict[str,
     }
     columns["input_ids"][0, 0] = vocabulary - 1
     columns["labels"][:, ::3] = IGNORED
-    with create_shard(path, columns_of(columns, width, vocabulary, extra={}, parts=2), rows) as write:
+    with create_shard(
+        path, columns_of(columns, width, vocabulary, extra={}, parts=2), rows
+    ) as write:
         for part in (slice(0, 1), slice(1, rows)):
             write({name: column[part] for name, column in columns.items()})
     return columns
