@@ -206,8 +206,11 @@ class SetMaker:
         is_auto = self.request.max_length == "auto"
         for source, reader in enumerate(self.readers):
             reader.divide()
-            own = range(part - 1, len(reader.shards), parts)
-            missing = [number for number in own if is_auto or not self._facts(source, number)]
+            # Shards of other parts are looked at, too: they may be of another set.
+            numbers = range(len(reader.shards))
+            complete = {number for number in numbers if self._facts(source, number)}
+            own = numbers[part - 1 :: parts]
+            missing = [number for number in own if is_auto or number not in complete]
             for number, records in reader.read_shards(missing):
                 shard = self._encoder(source, number)
                 try:

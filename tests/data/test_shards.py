@@ -11,9 +11,10 @@ from safetensors.numpy import load_file
 from llmtrain.data import prepare, shards
 from llmtrain.data.config import ChatConfig, RowConfig
 from llmtrain.data.packing import columns_of
+from llmtrain.data.request import DataRequest
 from llmtrain.data.shards import BLOCK_BYTES, Shard, TokenRows, create_shard, facts_of
 from llmtrain.data.tokenized import MANIFEST, Tokenized, metadata_of
-from llmtrain.errors import DamagedRowsError
+from llmtrain.errors import DamagedRowsError, UserError
 from llmtrain.files import read_sealed, write_sealed
 from llmtrain.interfaces.batches import IGNORED
 from llmtrain.training.rows import tokenize
@@ -245,6 +246,31 @@ def test_a_manifest_that_contradicts_its_set_is_refused(
     write_sealed(folder / MANIFEST, manifest)
     with pytest.raises(OSError, match=message):
         Tokenized.open(folder)
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_a_part_of_another_set_is_refused_before_it_is_made(tmp_path: Path, cache: Path) -> None:
+    paths = [write_records(tmp_path / f"{number}.jsonl", TEXTS[number:]) for number in range(2)]
+    tokenizer = str(cache / make_set(paths[0], None).metadata.cache_entry / "tokenizer")
+    requests = [
+        DataRequest(
+            data_config(path, tokenizer=tokenizer),
+            16,
+            chat=None,
+            support=None,
+            trust_remote_code=False,
+            own_source=None,
+            unpaired=False,
+            max_positions=None,
+        )
+        for path in paths
+    ]
+    folder = tmp_path / "set"
+    prepare.SetMaker(folder, requests[0]).make(1, 2)
+    files = sorted(folder.iterdir())
+    with pytest.raises(UserError, match="has shards of another set"):
+        prepare.SetMaker(folder, requests[1]).make(2, 2)
+    assert sorted(folder.iterdir()) == files
 
 
 @pytest.mark.usefixtures("small_shards")
