@@ -40,6 +40,7 @@ from llmtrain.files import (
     new_folder,
     read_sealed,
     sync,
+    temporary_sibling,
     write_sealed,
 )
 from llmtrain.locks import file_lock
@@ -66,7 +67,7 @@ def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with file_lock(Path(f"{folder}.lock")):
+        with file_lock(Path(f"{folder}.lock")) as has_lock:
             try:
                 return Tokenized.open(folder, check=True), False  # made by another process
             except OSError as error:
@@ -75,15 +76,19 @@ def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
                     shutil.rmtree(folder)
             names = " ".join(source.name for source in request.recorded)
             say("data", f"reading and tokenising {names}", sys.stderr)
+            # Without a lock, other processes may make the same entry.
+            working = folder if has_lock else temporary_sibling(folder)
             try:
-                maker = SetMaker(folder, request)
+                maker = SetMaker(working, request)
                 maker.make()
                 maker.finish()
+                working.replace(folder)
             except Exception as error:
                 # Other data will make another entry. Otherwise, a new start needs the shards.
                 if isinstance(error, UserError) or not [*folder.glob("shard-*.json")]:
-                    shutil.rmtree(folder, ignore_errors=True)
-                raise
+                    shutil.rmtree(working, ignore_errors=True)
+                if not (folder / MANIFEST).exists():
+                    raise
     except OSError as error:
         raise UserError(
             f"the cache folder {folder.parent}: {error.strerror or error}; set LLMTRAIN_CACHE to "
