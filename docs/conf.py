@@ -13,7 +13,7 @@ extensions = [
 exclude_patterns = ["_build", "notebook.ipynb", "migrate"]
 nitpicky = False
 
-# Links such as guides/faq.md#which-config, which also work in the repository.
+# Links such as guides/machines.md#which-config, which also work in the repository.
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "deflist"]
 

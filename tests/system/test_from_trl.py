@@ -21,7 +21,7 @@ def test_the_code_of_the_page_is_in_the_files() -> None:
     blocks = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
     files = [(MIGRATE / name).read_text() for name in ("llmtrain_own.py", "trl_grpo.py")]
 
-    assert len(blocks) == 7
+    assert len(blocks) == 5
     for block in blocks:
         assert any(block in file for file in files), block
 

@@ -13,7 +13,6 @@ from llmtrain.training.recipe_model import build_recipe_model
 from tests.forked import run_forked
 from tests.launching import (
     BIN,
-    FINETUNE,
     PYTHON,
     ROOT,
     Ended,
@@ -21,7 +20,6 @@ from tests.launching import (
     long_form,
     run,
     series,
-    write_chats,
 )
 
 PAGE = (ROOT / "docs" / "tutorials" / "own-recipe.md").read_text()
@@ -122,28 +120,6 @@ def test_the_objective_of_the_page_trains_and_logs_its_metric(recipe: Path, tmp_
     assert accuracies[60] > 0.3
     assert series(folder, "train/right")
     assert not series(folder, "eval/perplexity"), "the loss is no nll"
-
-
-def test_the_penalty_of_the_page_is_added_to_the_nll_of_a_model_of_transformers(
-    tmp_path: Path,
-) -> None:
-    penalty_recipe = tmp_path / "zloss.py"
-    penalty_recipe.write_text(code_of_page(r'```py\n("""Fine-tune a model with a z-loss.*?)```'))
-    chats = write_chats(tmp_path / "chats.jsonl")
-    flags = shlex.split(
-        f"--dataset {chats} --tokenizer byte --max_length 128 --max_steps 4 --logging_steps 1 "
-        "--config_overrides hidden_size=32,num_hidden_layers=2,intermediate_size=64 "
-        "--report_to none"
-    )
-
-    train(penalty_recipe, tmp_path / "with-penalty", flags=flags)
-    train(Path(FINETUNE), tmp_path / "plain", flags=flags)
-
-    loss = series(tmp_path / "with-penalty", "eval/loss")[0]
-    penalty_share = series(tmp_path / "with-penalty", "eval/penalty_share")[0]
-    assert 0 < penalty_share < 0.1
-    plain_loss = series(tmp_path / "plain", "eval/loss")[0]
-    assert loss * (1 - penalty_share) == pytest.approx(plain_loss, rel=1e-5)
 
 
 # --- records from a function
