@@ -219,10 +219,11 @@ def tokens_of(record: Fields, vocabulary: int) -> np.ndarray:
         if values is None and field != "input_ids":
             continue
         is_array = isinstance(values, np.ndarray)  # of a file of tokens
-        are_integers = isinstance(values, list) and all(isinstance(each, int) for each in values)
-        if not is_array and not are_integers:
+        kinds = int | float if field in _MASKS else int  # a mask may hold weights
+        are_numbers = isinstance(values, list) and all(isinstance(each, kinds) for each in values)
+        if not is_array and not are_numbers:
             raise BadRecord(f"field '{field}' is {shown(values)}, not a list of integers")
-        columns[field] = np.array(values, np.int64)
+        columns[field] = np.array(values, None if field in _MASKS else np.int64)
         if len(values) != len(columns["input_ids"]):
             raise BadRecord(f"field '{field}' has another length than input_ids")
 

@@ -172,8 +172,6 @@ class SetMaker:
             UserError: if a record is wrong, or if the folder has shards of another set.
             OSError: if the disk is full, or fails.
         """
-        if parts > 1:
-            self._check_parts()
         with contextlib.ExitStack() as temporary:
             encoded = self._encoded(part, parts)
             temporary.callback(encoded.close)
@@ -187,7 +185,7 @@ class SetMaker:
             for source, number, shard in shards:
                 self._write(source, number, shard)
 
-    def _check_parts(self) -> None:
+    def check_parts(self) -> None:
         """Raise :class:`UserError` if a shard depends on the records of others."""
         config = self.request.config
         for reader in self.readers:
@@ -196,13 +194,13 @@ class SetMaker:
             "--max_length auto": self.request.max_length == "auto",
             f"--tokenizer {self.request.spec}": self.request.tokenizer is None,
             "--max_train_samples": config.max_train_samples is not None,
-            f"--eval_fraction {config.eval_fraction:g}, which few records": any(
+            f"the eval data (--eval_fraction {config.eval_fraction:g} chooses none, or most)": any(
                 reader.is_chosen_by_all for reader in self.readers
             ),
         }
         for reason in [name for name, holds in reasons.items() if holds]:
             raise UserError(
-                f"--shard: {reason} depends on all records; choose another value, or make the set "
+                f"--shard: {reason} needs all records; choose another value, or make the set "
                 "without --shard."
             )
 

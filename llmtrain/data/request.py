@@ -123,10 +123,11 @@ class DataRequest:
         Raises:
             UserError: if rows that are tokenised already want another one than that of the flag.
         """
-        is_given = self.config.is_set("tokenizer")
         for source in self.sources:
-            is_tokenised = source.token_files or (source.rows and is_given)
-            if is_tokenised and tok.is_trained(self.spec):
+            is_wrong = bool(source.token_files)
+            if source.rows is not None and self.config.is_set("tokenizer"):
+                is_wrong = self.spec != source.rows.metadata.tokenizer
+            if is_wrong and tok.is_trained(self.spec):
                 raise UserError(
                     f"--tokenizer {self.spec} is trained on the data, and {source.name} is "
                     "tokenised already; name the tokenizer that made it."

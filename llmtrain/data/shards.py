@@ -241,7 +241,7 @@ class Shard:
     """
 
     def __init__(self, folder: Path, facts: JsonObject) -> None:
-        path = folder / facts["file"]
+        path = folder / Path(facts["file"]).name
         self.file = CheckedFile(path, facts["blocks"])
         self.rows: int = facts["rows"]
         self.columns = {name: Column(*column) for name, column in facts["columns"].items()}

@@ -226,10 +226,12 @@ def _prepared_source(name: str, flag: str) -> Source | None:
         source = Source(name, fingerprint, lambda _: iter(()), flag=flag, token_files=paths)
         return source if paths else None
     if not is_set(name):
+        if [*Path(name).expanduser().glob("shard-*.json")]:
+            raise UserError(f"{flag} {name} is not complete; see llmtrain tokenize --finish.")
         return None
     try:
         rows = Tokenized.open(Path(name).expanduser())
-    except OSError as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:  # the latter: of a strange manifest
         raise UserError(
             f"{flag} {name}: {first_line(error)}; copy the set again, or make it again with "
             "llmtrain tokenize."

@@ -57,6 +57,17 @@ def random_records() -> list[dict[str, list[int]]]:
     return records
 
 
+def test_a_loss_mask_of_floats_also_weighs_the_targets(tmp_path, byte_folder):
+    record = {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 0, 0.5, 2]}
+    path = write_records(tmp_path / "tokens.jsonl", [record])
+    config = data_config(path, tokenizer=byte_folder, extra_columns=["loss_mask"])
+
+    rows = tokenize(config, 8, ChatConfig(packing=False)).train[0]
+
+    assert rows["labels"][:4] == [IGNORED, IGNORED, 7, 8]
+    assert rows["loss_weight"][:4] == [1, 0, 0.5, 2]
+
+
 # --- losses
 
 
@@ -241,7 +252,10 @@ ALL = {"input_ids": IDS}
     [
         (ALL | {"labels": [X, 7, 8, X]}, "labels has another token than input_ids"),
         (ALL | {"labels": [X, 6]}, "field 'labels' has another length than input_ids"),
-        (ALL | {"loss_mask": [0, 0.5, 1, 1]}, "field 'loss_mask' is [0, 0.5, 1, 1], not a list of"),
+        (
+            ALL | {"loss_mask": [0, "a", 1, 1]},
+            "field 'loss_mask' is [0, \"a\", 1, 1], not a list of",
+        ),
         (ALL | {"attention_mask": [1, 1, 2, 2]}, "attention_mask divides the tokens"),
         (ALL | {"attention_mask": [1, 0, 1, 1]}, "attention_mask divides the tokens"),
         ({"input_ids": [5, 257]}, "the tokenizer has no token 257; --tokenizer"),
