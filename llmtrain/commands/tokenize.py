@@ -5,9 +5,12 @@ Several processes or machines that see the folder can make a part each, with --s
 """
 
 import argparse
+import contextlib
 import functools
 import re
 import sys
+import time
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +20,10 @@ from llmtrain.files import json_text, local_path
 from llmtrain.recipe_arguments import add_recipe_arguments, check_recipe
 
 if TYPE_CHECKING:
+    from llmtrain.data.prepare import SetMaker
     from llmtrain.data.request import DataRequest
 
+_ESTIMATED_RECORDS = 1_000
 _OWN_FILES = re.compile(r"(shard|train|eval|\.tmp)-.*|tokenizer")
 
 EXAMPLES = (
@@ -126,9 +131,41 @@ def _make(folder: Path, request: "DataRequest", part: int, parts: int, only_fini
             if parts > 1:
                 maker.check_parts()
             if not only_finish:
-                maker.estimate()
+                _estimate(maker)
                 maker.make(part, parts)
             if parts == 1:
                 maker.finish()
     except BlockingIOError:
         raise UserError(f"{folder}: another process makes this part; wait for it.") from None
+
+
+def _estimate(maker: "SetMaker") -> None:
+    """Say how many tokens there will be, and how long it will take, by the first records."""
+    import numpy as np
+
+    from llmtrain.data.shards import token_dtype
+
+    reader = maker.readers[0]
+    reader.divide()
+    shard = maker.encoder(0, 0)
+    start = time.monotonic()
+    with contextlib.closing(shard.store):
+        shard.encode(islice(reader.read([0]), _ESTIMATED_RECORDS))
+        seconds = time.monotonic() - start
+        tokens = int(shard.store.bounds[-1])
+    first_bytes = reader.text_bytes[:_ESTIMATED_RECORDS].sum()
+    all_bytes = 0
+    for each in maker.readers:
+        each.divide()
+        all_bytes += each.text_bytes.sum()
+    scale = all_bytes / max(first_bytes, 1)
+    columns = 3 if maker.renderer is not None else len(maker.request.text_columns)
+    megabytes = tokens * scale * columns * np.dtype(token_dtype(maker.vocabulary)).itemsize / 1e6
+    shards = sum(len(each.shards) for each in maker.readers)
+    say(
+        "estimate",
+        f"{pluralize(shards, 'shard')}, {all_bytes / 1e6:,.1f} MB of source text; by the first "
+        f"{_ESTIMATED_RECORDS:,} records about {tokens * scale:,.0f} tokens, "
+        f"{megabytes:,.1f} MB on disk, {seconds * scale / 60:,.1f} minutes",
+        sys.stderr,
+    )

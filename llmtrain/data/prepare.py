@@ -9,10 +9,9 @@ import contextlib
 import copy
 import shutil
 import sys
-import time
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,7 +29,7 @@ from llmtrain.data.readers import Source, Split
 from llmtrain.data.records import Documents, records_of
 from llmtrain.data.render import AnyRenderer, PromptCompletionRenderer, Renderer
 from llmtrain.data.request import DataRequest
-from llmtrain.data.shards import facts_of, token_dtype
+from llmtrain.data.shards import facts_of
 from llmtrain.data.tokenized import FORMAT_VERSION, MANIFEST, Tokenized, metadata_of
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import (
@@ -49,7 +48,6 @@ from llmtrain.versions import versions
 
 # The records of a shard as tokens, which are encoded once, and written as the rows of each split.
 EncodedShard: TypeAlias = EncodedCorpus | EncodedChats[Any]
-_ESTIMATED_RECORDS = 1_000
 
 
 def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
@@ -215,7 +213,7 @@ class SetMaker:
             own = numbers[part - 1 :: parts]
             missing = [number for number in own if is_auto or number not in complete]
             for number, records in reader.read_shards(missing):
-                shard = self._encoder(source, number)
+                shard = self.encoder(source, number)
                 try:
                     shard.encode(records)
                     yield source, number, shard
@@ -223,7 +221,7 @@ class SetMaker:
                     if not is_auto:
                         shard.store.close()
 
-    def _encoder(self, source: int, number: int) -> EncodedShard:
+    def encoder(self, source: int, number: int) -> EncodedShard:
         """Return the object that encodes the records of a shard."""
         reader = self.readers[source]
         shard = reader.shards[number]
@@ -331,33 +329,6 @@ class SetMaker:
         write_sealed(self.folder / MANIFEST, content)
         for leftover in (*self.folder.glob("shard-*.json"), *self.folder.glob(".tmp-*")):
             leftover.unlink(missing_ok=True)
-
-    def estimate(self) -> None:
-        """Say how many tokens there will be, and how long it will take, by the first records."""
-        reader = self.readers[0]
-        reader.divide()
-        shard = self._encoder(0, 0)
-        start = time.monotonic()
-        with contextlib.closing(shard.store):
-            shard.encode(islice(reader.read([0]), _ESTIMATED_RECORDS))
-            seconds = time.monotonic() - start
-            tokens = int(shard.store.bounds[-1])
-        first_bytes = reader.text_bytes[:_ESTIMATED_RECORDS].sum()
-        all_bytes = 0
-        for each in self.readers:
-            each.divide()
-            all_bytes += each.text_bytes.sum()
-        scale = all_bytes / max(first_bytes, 1)
-        columns = 3 if self.renderer is not None else len(self.request.text_columns)
-        megabytes = tokens * scale * columns * np.dtype(token_dtype(self.vocabulary)).itemsize / 1e6
-        shards = sum(len(each.shards) for each in self.readers)
-        say(
-            "estimate",
-            f"{pluralize(shards, 'shard')}, {all_bytes / 1e6:,.1f} MB of source text; by the first "
-            f"{_ESTIMATED_RECORDS:,} records about {tokens * scale:,.0f} tokens, "
-            f"{megabytes:,.1f} MB on disk, {seconds * scale / 60:,.1f} minutes",
-            sys.stderr,
-        )
 
 
 def _row_length(request: DataRequest, encoded: Sequence[EncodedShard]) -> int:
