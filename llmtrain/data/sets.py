@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmtrain.data.audit import summed
+from llmtrain.data.audit import total_of_shards
 from llmtrain.data.readers import Split
 from llmtrain.data.request import DataRequest
 from llmtrain.data.tokenized import SourceRows, Tokenized, metadata_of, rows_of
@@ -73,5 +73,5 @@ def joined(request: DataRequest, made: Tokenized | None) -> Tokenized:
 
 def _merged(sources: Sequence[SourceRows]) -> SourceRows:
     """Return the rows of all sources of a set as those of one."""
-    audit = summed([each.audit for each in sources])
+    audit = total_of_shards([each.audit for each in sources])
     return SourceRows(audit, [shard for each in sources for shard in each.shards])
