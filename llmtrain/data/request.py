@@ -171,7 +171,7 @@ class DataRequest:
                     continue
                 made_with = made_from.get(name, value)
                 # Some models cannot be trained on packed rows, or on shared prompts.
-                is_possible = value or name not in ("packing", "share_prompts")
+                is_possible = value is not False or name not in ("packing", "share_prompts")
                 is_given = config.is_set(name) and name != "columns"
                 if made_with != value and (is_given or not is_possible):
                     raise UserError(
