@@ -128,7 +128,7 @@ def _make(folder: Path, request: "DataRequest", part: int, parts: int, only_fini
     try:
         with file_lock(folder / f".tmp-lock-{part}-{parts}", timeout=0):
             maker = SetMaker(folder, request)
-            if parts > 1:
+            if parts > 1 or only_finish:
                 maker.check_parts()
             if not only_finish:
                 _estimate(maker)

@@ -199,7 +199,7 @@ class SetMaker:
         for reason in [name for name, holds in reasons.items() if holds]:
             raise UserError(
                 f"--shard: {reason} needs all records; choose another value, or make the set "
-                "without --shard."
+                "without --shard and --finish."
             )
 
     def _encoded(self, part: int, parts: int) -> Generator[tuple[int, int, EncodedShard]]:
