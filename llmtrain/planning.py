@@ -7,8 +7,10 @@ earlier, in :func:`llmtrain.tokenize`. Code that does something else in a plan t
 """
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -17,11 +19,13 @@ class RecipePlan(NamedTuple):
 
     Attributes:
         precision: mixed precision of ``auto``, ``no`` or ``bf16``.
+        folder: a temporary folder for files that a run would write.
         take_rows: takes the :class:`llmtrain.data.request.DataRequest` of the recipe. Then ``main``
             ends.
     """
 
     precision: str
+    folder: Path
     take_rows: Callable[[Any], None] | None = None
 
 
@@ -40,8 +44,9 @@ def current_plan() -> RecipePlan | None:
 @contextlib.contextmanager
 def planning(precision: str, take_rows: Callable[[Any], None] | None = None) -> Iterator[None]:
     """Plan whatever recipe the block runs; see :class:`RecipePlan` for the arguments."""
-    token = _plan.set(RecipePlan(precision, take_rows))
-    try:
-        yield
-    finally:
-        _plan.reset(token)
+    with tempfile.TemporaryDirectory() as folder:
+        token = _plan.set(RecipePlan(precision, Path(folder), take_rows))
+        try:
+            yield
+        finally:
+            _plan.reset(token)

@@ -211,6 +211,8 @@ def small_flags(command: str, *, reads_builtin: bool) -> dict[str, str]:
             del flags["global_batch_size"]
         if "--dataset sets/" in command:  # which have their tokenizer
             del flags["tokenizer"]
+        if "--max_tokens" in command:
+            del flags["max_steps"]
         return flags
 
     if "recipes/finetune.py --model_name_or_path runs/gpt" in command:

@@ -11,10 +11,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from llmtrain.console import say
 from llmtrain.errors import UserError, as_user_error, first_line
-from llmtrain.files import JsonObject, digest, read_hashed, read_object
+from llmtrain.files import JsonObject, digest, new_folder, read_hashed, read_object, write_json
+from llmtrain.locks import file_lock
 from llmtrain.model_folders import (
     ADAPTER_WEIGHTS,
+    DATA_ONLY,
+    folder_beside,
     has_tokenizer,
     is_adapter,
     tokenizer_of,
@@ -40,6 +44,74 @@ from llmtrain.models.text_tower import BASE_FILE, copy_processor, stored_base_te
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+# The file in a merged model's folder that identifies the adapter, and names the chosen dtype.
+_MERGED_FROM = "merged_from.json"
+
+
+def merged_model(adapter: Path) -> str:
+    """Merge an adapter into its base, unless that was done before, and return the new folder.
+
+    For a run, that is ``merged`` in the run folder, where ``llmtrain export --merge`` writes it.
+
+    Raises:
+        UserError: if that folder holds something else, if the adapter cannot be loaded, or if the
+            merged model would compute something else than the adapter with its base.
+    """
+    base, revision = base_of(adapter)
+    if "quantization_config" in read_object(local_folder(base, revision) / "config.json"):
+        raise UserError(
+            f"{adapter} is an adapter of quantized weights, {base}, and merging would round them "
+            "again: train the adapter itself with --continue_adapter, or write the rounded model "
+            f"with llmtrain export {adapter} --merge, and name that."
+        )
+    target = folder_beside(adapter, "merged")
+    # The processes of a machine come here at the same time.
+    with file_lock(target.with_name(f".lock-{target.name}")):
+        if not target.exists():
+            with new_folder(target) as working:
+                write_merged(adapter, working)
+        elif read_object(target / _MERGED_FROM) != _merged_from(adapter, "auto"):
+            raise UserError(
+                f"{target} exists and was not merged from {adapter} in the dtypes of its base; "
+                f"delete it, or name it with --model_name_or_path {target} to start from it."
+            )
+    say(
+        "merged",
+        f"{adapter} is an adapter, so its merged model is used: {target} "
+        "(--continue_adapter trains the adapter itself)",
+    )
+    return str(target)
+
+
+def write_outline(adapter: Path, folder: Path) -> str:
+    """Write a model folder with the shapes of the merged model, but with the weights of the base.
+
+    It costs nothing, and is enough to plan a run. The files of the weights are symbolic links.
+
+    Args:
+        adapter: the folder of the adapter.
+        folder: the folder to write, which exists. It is returned.
+    """
+    from transformers import AutoConfig
+
+    with as_user_error(f"{adapter}: its adapter could not be loaded", first_line):
+        base = local_folder(*base_of(adapter))
+        config = AutoConfig.from_pretrained(base, **DATA_ONLY)
+        tokenizer = tokenizer_with_base(str(adapter))
+
+    text_config = config.get_text_config()
+    text_config.vocab_size = max(text_config.vocab_size, len(tokenizer))
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for weights in base.glob("*.safetensors*"):  # with the index of several files
+        (folder / weights.name).symlink_to(weights.resolve())
+    return str(folder)
+
+
+def _merged_from(adapter: Path, dtype: str) -> JsonObject:
+    """Return what a merged model says of its origin: the hash of an adapter, and the dtype."""
+    return {**read_hashed(adapter / ADAPTER_WEIGHTS), "dtype": dtype}
 
 
 def adapter_origin(adapter: Path) -> str:
@@ -105,6 +177,7 @@ def write_merged(adapter: Path, folder: Path, dtype: str = "auto") -> None:
     merged.save_pretrained(folder, state_dict=weights, save_original_format=False)
     files.write(folder, merged.num_parameters())
     copy_processor(base_folder, folder)
+    write_json(folder / _MERGED_FROM, _merged_from(adapter, dtype), durable=False)
 
 
 def base_of(adapter: Path) -> tuple[str, str]:

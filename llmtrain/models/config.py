@@ -27,6 +27,7 @@ from llmtrain.models.configuration import (
     parse_overrides,
     refuse_hub_attention,
 )
+from llmtrain.planning import current_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -133,12 +134,13 @@ class ModelConfig(Config):
 
     model_name_or_path: str | None = flag(
         None,
-        "causal LM to start from: the folder of a run, a checkpoint or a model, or a hub name",
+        "causal LM to start from: the folder of a run, a checkpoint or a model, or a hub name; a "
+        "LoRA adapter is merged into its base first, unless --continue_adapter is given",
     )
     continue_adapter: bool = flag(
         False,
-        "--model_name_or_path is a LoRA adapter, which is trained further with its own rank and "
-        "modules",
+        "train the LoRA adapter of --model_name_or_path itself further, with its own rank and "
+        "modules, instead of merging it",
         hidden=True,
         group="LoRA",
     )
@@ -238,12 +240,6 @@ class ModelConfig(Config):
         """
         self.model_name_or_path = _model_of_run(self.model_name_or_path, "model_name_or_path")
         name = self.model_name_or_path
-        if name is not None and is_adapter(Path(name)) and not self.continue_adapter:
-            raise UserError(
-                f"--model_name_or_path {name} is an adapter: train it further with "
-                "--continue_adapter, or merge it into its base with llmtrain export "
-                f"{name} --merge --to FOLDER, and name that folder."
-            )
         is_of_hub = name is not None and not Path(name).is_dir()
         is_named = name is not None or self.from_config is not None
         if self.model_revision != "main" and is_named and not is_of_hub:
@@ -297,6 +293,11 @@ class ModelConfig(Config):
             )
         else:
             check_model_files(Path(name))
+            if is_adapter(Path(name)):
+                raise UserError(
+                    f"--model_name_or_path {name} is an adapter; merge it into its model first: "
+                    f"llmtrain export {name} --merge --to FOLDER."
+                )
             loaded = AutoConfig.from_pretrained(
                 name, revision=self.model_revision, trust_remote_code=self.trust_remote_code
             )
@@ -334,12 +335,14 @@ class ModelConfig(Config):
         return int(positions) if positions and positions < _MAX_ROW_LENGTH else None
 
     def fit_max_length(self) -> None:
-        """Fit the default ``max_length`` to the model.
+        """Merge an adapter into its base, and fit the default ``max_length`` to the model.
 
-        The name of a run becomes that of its model folder. The default is lowered to the positions
-        of the model.
+        The merged model is used, unless the adapter itself is trained further. The name of a run
+        becomes that of its model folder. The default is lowered to the positions of the model.
         """
         self.resolve_runs()
+        if not self.continue_adapter:
+            self._merge_adapter()
         if self.max_length == "auto":
             return
         positions = self.of_base().max_positions()
@@ -379,3 +382,15 @@ class ModelConfig(Config):
         config.model_name_or_path, config.model_revision = base_of(adapter)
         config.continue_adapter = False
         return config
+
+    def _merge_adapter(self) -> None:
+        """Let ``model_name_or_path`` name the merged model, if it names an adapter."""
+        name = self.model_name_or_path
+        if name is not None and is_adapter(Path(name)):
+            from llmtrain.models.adapters import merged_model, write_outline
+
+            plan = current_plan()
+            if plan is not None:  # only the shapes of the model matter
+                self.model_name_or_path = write_outline(Path(name), plan.folder)
+            else:
+                self.model_name_or_path = merged_model(Path(name))

@@ -26,13 +26,15 @@ from llmtrain.data.tokenizer import set_template
 from llmtrain.errors import UserError
 from llmtrain.model_folders import folder_beside
 from llmtrain.models import lora_config
-from llmtrain.models.adapters import write_merged
+from llmtrain.models.adapters import merged_model, write_merged
 from llmtrain.models.export import how_to_load
 from llmtrain.models.generation import TextModel
 from llmtrain.parallel.shards import fill
 from llmtrain.record.saver import Saver
 from llmtrain.record.state_tree import FlatState
 from llmtrain.record.tensor_files import read_tensors
+from llmtrain.training.recipe_model import build_recipe_model
+from tests.launching import FINETUNE, ROOT
 from tests.models.small_models import byte_tokenizer, export_model, gradients_of
 
 # Each keeps the weights of its experts in one parameter of three dimensions.
@@ -355,8 +357,7 @@ def test_modules_to_save_are_trained_exported_continued_and_merged(
     continued = load(continuing(folder), tokenizer=AutoTokenizer.from_pretrained(folder))
     assert torch.equal(logits(continued.model, ids), expected)
 
-    write_merged(folder, tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(merged_model(folder))
     torch.testing.assert_close(logits(merged, ids), expected, atol=2e-5, rtol=0)
 
 
@@ -507,11 +508,57 @@ def test_answers_end_at_the_stop_tokens_of_the_base_and_of_the_template(bases, l
 # --- merging
 
 
-def test_an_adapter_is_trained_further_or_merged_first(adapt, tmp_path):
-    folder = export_model(adapt(), tmp_path / "run" / "model")
-    with refused("--continue_adapter, or merge it .* llmtrain export .*/run/model --merge"):
-        lt.ModelConfig(str(tmp_path / "run"), max_length=64)
-    assert lt.ModelConfig(str(folder), max_length=64, continue_adapter=True).adapter == folder
+def test_a_run_from_an_adapter_starts_from_its_model_which_is_merged_once(adapt, tmp_path):
+    bundle = adapt()
+    train_a_little(bundle.model)
+    run = tmp_path / "run"
+    export_model(bundle, run / "model")
+
+    times_of_merge = set()
+    for _ in range(2):
+        config = lt.ModelConfig(str(run), max_length=64)
+        config.fit_max_length()
+        assert config.model_name_or_path == str(run / "merged")
+        times_of_merge.add((run / "merged" / "model.safetensors").stat().st_mtime_ns)
+
+    assert len(times_of_merge) == 1
+    merged = AutoModelForCausalLM.from_pretrained(run / "merged")
+    torch.testing.assert_close(logits(merged), logits(bundle.model), atol=1e-5, rtol=1e-5)
+    assert len(AutoTokenizer.from_pretrained(run / "merged")) == VOCABULARY
+
+
+def test_a_merge_of_an_earlier_adapter_or_into_another_dtype_is_refused(adapt, tmp_path):
+    bundle = adapt()
+    folder = export_model(bundle, tmp_path / "run" / "model")
+    merged_model(folder)
+
+    train_a_little(bundle.model)
+    export_model(bundle, folder)
+
+    with refused("merged exists and was not merged from .*/model in the dtypes of its base"):
+        merged_model(folder)
+
+    merged = tmp_path / "run" / "merged"
+    shutil.rmtree(merged)
+    write_merged(folder, merged, "float16")
+    with refused("in the dtypes of its base"):
+        merged_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("base", "make_tokenizer"), [("untied", chat_tokenizer), ("deepseek_v3", byte_tokenizer)]
+)
+def test_planning_from_an_adapter_writes_nothing(adapt, base, make_tokenizer, tmp_path):
+    run = tmp_path / "run"
+    export_model(adapt(base, make_tokenizer()), run / "model")
+    text = tmp_path / "text.txt"
+    text.write_text("some words of text " * 200)
+    files_before = sorted(tmp_path.rglob("*"))
+
+    flags = f"--model_name_or_path {run} --dataset {text} --max_length 64"
+    build_recipe_model(str(ROOT / FINETUNE), flags.split(), "no")
+
+    assert sorted(tmp_path.rglob("*")) == files_before
 
 
 def test_a_merged_model_is_never_written_into_a_checkpoint(tmp_path):
@@ -520,6 +567,17 @@ def test_a_merged_model_is_never_written_into_a_checkpoint(tmp_path):
         folder_beside(checkpoint / "model", "merged") == tmp_path / "run" / "merged-step-00000010"
     )
     assert folder_beside(tmp_path / "own", "merged") == tmp_path / "own-merged"
+
+
+def test_a_merge_into_quantized_weights_is_refused(peft_adapter, bases, tmp_path):
+    folder = peft_adapter()
+    base = shutil.copytree(bases("untied"), tmp_path / "quantized")
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    change_json(base / "config.json", quantization_config=quantization)
+    change_json(folder / "adapter_config.json", base_model_name_or_path=str(base))
+
+    with refused("--continue_adapter, .* export .* --merge"):
+        lt.ModelConfig(str(folder), max_length=64).fit_max_length()
 
 
 def test_biases_of_an_adapter_are_not_merged_into_a_base_without_biases(peft_adapter, tmp_path):
@@ -585,24 +643,23 @@ def test_an_adapter_of_peft_is_trained_further_and_merged(
     trained = export_model(bundle, tmp_path / "trained")
     for folder in (original, trained):
         expected = logits(AutoPeftModelForCausalLM.from_pretrained(folder))
-        merged = tmp_path / f"{folder.name}-merged"
-        write_merged(folder, merged)
+        merged = merged_model(folder)
         loaded = AutoModelForCausalLM.from_pretrained(merged)
         torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=2e-5)
 
-    restarted = load(lt.ModelConfig(str(merged), max_length=64))
+    restarted = load(lt.ModelConfig(merged, max_length=64))
     torch.testing.assert_close(logits(restarted.model), expected, rtol=0, atol=2e-5)
 
 
-def test_an_adapter_without_a_tokenizer_has_that_of_its_base(peft_adapter, tmp_path):
+def test_an_adapter_without_a_tokenizer_has_that_of_its_base(peft_adapter):
     folder = peft_adapter()
     for file in folder.glob("token*"):
         file.unlink()
 
     vocabulary = byte_tokenizer().get_vocab()
     assert TextModel(str(folder)).tokenizer.get_vocab() == vocabulary
-    write_merged(folder, tmp_path / "merged")
-    assert AutoTokenizer.from_pretrained(tmp_path / "merged").get_vocab() == vocabulary
+    merged = merged_model(folder)
+    assert AutoTokenizer.from_pretrained(merged).get_vocab() == vocabulary
 
 
 # --- an adapter that is trained further

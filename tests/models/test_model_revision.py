@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LlamaForCausalLM
 import llmtrain as lt
 from llmtrain.data.tokenizer import set_template, stop_token_ids_of
 from llmtrain.errors import UserError
-from llmtrain.models.adapters import adapted_model
+from llmtrain.models.adapters import adapted_model, write_outline
 from llmtrain.planning import planning
 from tests.launching import write_chats
 from tests.models.small_models import byte_tokenizer, export_model, tiny_llama
@@ -110,6 +110,10 @@ def test_everything_that_is_loaded_is_of_the_revision(
     for name in COMMITS:
         (hub / "refs" / name).write_text("c" * 40)
     assert adapted_model(adapter, 300).config.num_hidden_layers == LAYERS[branch]
+    (tmp_path / "outline").mkdir()
+    write_outline(adapter, tmp_path / "outline")
+    outline = json.loads((tmp_path / "outline" / "config.json").read_text())
+    assert outline["num_hidden_layers"] == LAYERS[branch]
 
 
 def test_a_revision_is_refused_for_a_folder_and_for_random_weights(hub: Path) -> None:

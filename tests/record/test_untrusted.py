@@ -34,7 +34,7 @@ from llmtrain.data.tokenizer import (
 from llmtrain.errors import UserError
 from llmtrain.files import digest
 from llmtrain.model_folders import tokenizer_of
-from llmtrain.models.adapters import adapted_model
+from llmtrain.models.adapters import adapted_model, merged_model
 from llmtrain.models.config import GPTConfig, ModelConfig
 from llmtrain.models.export import ModelFiles
 from llmtrain.models.generation import TextModel
@@ -353,6 +353,7 @@ def use_safetensors(adapter: Path) -> None:
         pytest.param(TextModel, id="text"),
         pytest.param(load_pretrained, id="model"),
         pytest.param(lambda name: adapted_model(Path(name), 1), id="adapter"),
+        pytest.param(lambda name: merged_model(Path(name)), id="merged"),
     ],
 )
 def test_an_adapter_stored_as_a_pickle_is_refused_whatever_is_next_to_it(

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from llmtrain.data.tokenizer import load_tokenizer
 from llmtrain.model_folders import is_adapter, tokenizer_of
-from llmtrain.models.adapters import adapted_model, write_merged
+from llmtrain.models.adapters import adapted_model, merged_model, write_outline
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.generation import TextModel
 from llmtrain.models.hub_models import load_pretrained
@@ -50,7 +50,8 @@ OF_ADAPTERS = {
     "generate": lambda folder: TextModel(str(folder)),
     "load": lambda folder: load_pretrained(str(folder)),
     "adapter": lambda folder: adapted_model(folder, 1),
-    "merge": lambda folder: write_merged(folder, new_folder(folder)),
+    "merge": merged_model,
+    "plan": lambda folder: write_outline(folder, new_folder(folder)),
 }
 OF_MODELS = {
     "generate": lambda folder: TextModel(str(folder)),
