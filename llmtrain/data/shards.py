@@ -213,8 +213,10 @@ class CheckedFile:
                 last_block = max(start + size - 1, start) // BLOCK_BYTES
                 for block in range(first_block, last_block + 1):
                     self._check_block(file.fileno(), block)
-                if os.preadv(file.fileno(), [piece.data], start) < size:
+                content = os.pread(file.fileno(), size, start)
+                if len(content) < size:
                     raise DamagedRowsError(f"{self.path} has become shorter; put the file back.")
+                piece[:] = np.frombuffer(content, np.uint8)
         return pieces
 
     def _check_block(self, handle: int, block: int) -> None:
