@@ -127,7 +127,7 @@ class TokenRows:
         columns = self.read(np.array([row]))
         return {name: column[0].tolist() for name, column in columns.items()}
 
-    @property
+    @functools.cached_property
     def column_names(self) -> list[str]:
         """The names of the columns."""
         first = np.arange(min(len(self), 1))

@@ -231,7 +231,7 @@ def _prepared_source(name: str, flag: str) -> Source | None:
         return None
     try:
         rows = Tokenized.open(Path(name).expanduser())
-    except (OSError, KeyError, TypeError, ValueError) as error:  # the latter: of a strange manifest
+    except (OSError, KeyError, TypeError, ValueError) as error:  # a manifest may have any content
         raise UserError(
             f"{flag} {name}: {first_line(error)}; copy the set again, or make it again with "
             "llmtrain tokenize."

@@ -1,5 +1,6 @@
 """Rows of tokens, ready for a run, with their counts and hashes."""
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -227,7 +228,7 @@ class Tokenized:
         has_all_rows = sum(rows_by_name.values()) == sum(counts)  # not if two names are equal
         return rows_by_name if has_all_rows and len(rows_by_name) > 1 else {}
 
-    @property
+    @functools.cached_property
     def positions(self) -> int:
         """The number of positions of a row that predict something."""
         return len(self.train[0]["input_ids"]) - 1
