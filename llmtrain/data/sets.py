@@ -27,34 +27,22 @@ def joined(request: DataRequest, made: Tokenized | None) -> Tokenized:
 
     waiting = {} if made is None else {split: iter(rows) for split, rows in made.sources.items()}
     sources: dict[Split, list[SourceRows]] = {"train": [], "eval": []}
-    all_rows = [] if made is None else [made]
     for source in request.sources:
-        if source.rows is not None:
-            all_rows.append(source.rows)
         for split in source.splits:
             if source.rows is None:
                 sources[split].append(next(waiting[split]))
-            else:
-                # The eval data may be a set that has only training rows.
-                own = source.rows.sources[split]
-                if source.only_split == "eval" and source.rows.eval is None:
-                    own = source.rows.sources["train"]
-                if own:
-                    sources[split].append(_merged(own))
+                continue
+            own = source.rows.sources[split]
+            # The eval data may be a set that has only training rows.
+            if source.only_split == "eval" and source.rows.eval is None:
+                own = source.rows.sources["train"]
+            if own:
+                sources[split].append(_merged(own))
+    _check_columns([*sources["train"], *sources["eval"]])
 
-    first = request.sources[0]
-    layouts = set()
-    for split_sources in sources.values():
-        for shards in split_sources:
-            for shard in shards.shards[:1]:
-                shapes = {name: each.shape[1:] for name, each in shard.read(np.array([0])).items()}
-                layouts.add(str(shapes))
-    if len(layouts) > 1:
-        raise UserError(
-            f"{first.flag}: the data sets have different columns, {' and '.join(layouts)}; make "
-            "their rows with the same flags."
-        )
-
+    all_rows = [source.rows for source in request.sources if source.rows is not None]
+    if made is not None:
+        all_rows.append(made)
     task_rows = all_rows[0].metadata
     metadata = metadata_of(
         " ".join(request.train_names),
@@ -69,6 +57,20 @@ def joined(request: DataRequest, made: Tokenized | None) -> Tokenized:
     train = rows_of(sources["train"])
     eval = rows_of(sources["eval"])
     return Tokenized(train or eval, eval or None, request.tokenizer, metadata, sources=sources)
+
+
+def _check_columns(sources: Sequence[SourceRows]) -> None:
+    """Raise :class:`UserError` unless the rows of all sources have the same columns."""
+    layouts = set()
+    for source in sources:
+        for shard in source.shards[:1]:
+            columns = shard.read(np.array([0]))
+            layouts.add(str({name: column.shape[1:] for name, column in columns.items()}))
+    if len(layouts) > 1:
+        raise UserError(
+            f"the data sets have different columns, {' and '.join(sorted(layouts))}; make their "
+            "rows with the same flags."
+        )
 
 
 def _merged(sources: Sequence[SourceRows]) -> SourceRows:
