@@ -344,12 +344,13 @@ def sync(path: Path) -> None:
             os.close(handle)
 
 
-def local_path(name: str, source: str = "") -> str:
+def local_path(name: str, source: str = "", remedy: str = "") -> str:
     """Return the path that a user has named.
 
     Args:
         name: the path.
         source: what has the name, for the error message, such as ``--output_dir`` and a space.
+        remedy: what else takes an address, for the error message.
 
     Raises:
         UserError: if it is an address such as ``s3://bucket/run``. As a path, that would be a
@@ -363,8 +364,8 @@ def local_path(name: str, source: str = "") -> str:
         )
     if re.match(r"[A-Za-z][\w+.-]*://", name) and not Path(name).exists():
         raise UserError(
-            f"{source}{name} is an address, not a path; name a folder of this machine, such as one "
-            "where the bucket is mounted."
+            f"{source}{name} is an address, not a path; name a folder of this machine"
+            f"{remedy or ', such as one where the bucket is mounted'}."
         )
     return name
 

@@ -399,7 +399,8 @@ class RunConfig(Config):
             require_range(self, "max_hours", above=0)
         if not self.output_dir.strip():
             raise UserError("--output_dir is empty; name a folder for the run.")
-        local_path(self.output_dir, "--output_dir ")
+        bucket = ", and the bucket with --mirror"
+        local_path(self.output_dir, "--output_dir ", remedy=bucket)
         local_path(self.resume_from_checkpoint, "--resume_from_checkpoint ")
         if (self.push_to_hub or "").lower() in ("true", "false"):  # a switch in transformers
             raise UserError(
