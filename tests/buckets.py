@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import logging
 import os
 import threading
 import time
@@ -117,6 +118,7 @@ def bucket_server() -> Iterator[Proxy]:
     """Start moto's S3 with a bucket ``bucket`` behind a proxy, and set the environment for it."""
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

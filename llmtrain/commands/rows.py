@@ -64,21 +64,22 @@ def run(arguments: argparse.Namespace) -> None:
     if len(given) > 1:
         raise UserError(f"--{given[0]} and --{given[1]} exclude each other; leave one out.")
     step = arguments.step if given else 1
-    from llmtrain.data.sources import is_set
-    from llmtrain.data.tokenized import Tokenized
+    from llmtrain.data.config import DataConfig
+    from llmtrain.data.sources import is_set, open_set
 
     history = model = None
-    if not folder.is_dir():
+    if not folder.is_dir() and not is_set(arguments.recipe):
         check_recipe(arguments.recipe)
         if arguments.checkpoint is not None:
             raise UserError(f"--checkpoint is for a run, and {folder} is a recipe.")
         data = _data_of_recipe(arguments.recipe, arguments.flags, step)
     elif arguments.flags:
         raise UserError(f"{arguments.flags[0]} is for a recipe, and {folder} is a folder.")
-    elif is_set(str(folder)):
+    elif is_set(arguments.recipe):
         if arguments.step is not None or arguments.checkpoint is not None:
             raise UserError(f"{folder} is a set, which has no steps; use --row or --random.")
-        data = _Data(Tokenized.open(folder), global_batch_size=0, seed=0)
+        rows = open_set(arguments.recipe, "rows", DataConfig(dataset=[]))
+        data = _Data(rows, global_batch_size=0, seed=0)
         step = None
         arguments.row = arguments.row if given else 0
     else:
@@ -144,16 +145,20 @@ def _data_of_run(history: History) -> _Data:
     Raises:
         UserError: if they are not there. The message has a command that makes them again.
     """
+    from llmtrain.data.config import DataConfig
     from llmtrain.data.order import WINDOW
-    from llmtrain.data.sources import is_set
+    from llmtrain.data.sources import is_set, open_set
     from llmtrain.data.tokenized import Tokenized
 
     fingerprint = _fingerprint_of(history)
     # The name is empty if the recipe made its rows itself.
     name = str(history.record.get("cache_entry", ""))
-    entry = Path(name) if is_set(name) else cache_folder() / Path(name).name
+    entry = cache_folder() / Path(name).name
     try:
-        rows = Tokenized.open(entry)
+        if is_set(name):
+            rows = open_set(name, "rows", DataConfig(dataset=[]))
+        else:
+            rows = Tokenized.open(entry)
     except OSError:
         command = shlex.join((history.starts or [{}])[-1].get("command") or ["RECIPE"])
         raise UserError(

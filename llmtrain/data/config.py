@@ -138,6 +138,13 @@ class DataConfig(BatchConfig):
     shuffle_window: int = flag(
         64, "shards among which rows are shuffled at a time, if the data have more", hidden=True
     )
+    cache_size: float | None = flag(
+        None,
+        "gigabytes on the disk of each machine for the shards of a set in object storage (default: "
+        "the shards that are shuffled at a time, twice, and the eval data)",
+        metavar="GB",
+        hidden=True,
+    )
     tokenizer: str | None = flag(
         "bpe:4096",
         "char, byte or bpe:N to train a tokenizer on this data (N: size of its vocabulary), or the "

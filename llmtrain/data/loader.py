@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from llmtrain.data.order import WINDOW, EvalSampler, GlobalBatchSampler, Mixture, Slot
 from llmtrain.data.packing import LENGTHS, PREFERENCE_COLUMNS
+from llmtrain.data.shard_cache import ReadAhead
 from llmtrain.data.shards import TokenRows
 from llmtrain.interfaces.batches import IGNORED, Batch, LocalBatch, Trimming, padded_size
 from llmtrain.seeds import mix, seed_of
@@ -110,9 +111,10 @@ class LocalBatches(Dataset[LocalBatch]):
 
     def read(self, slots: list[Slot]) -> dict[str, np.ndarray]:
         """Return the rows of slots by column, [slots, length]. An empty slot has no label."""
-        # An empty slot reads row 0. Its labels are removed below.
-        columns = self.rows.read(np.array([slot.row or 0 for slot in slots]))
+        # An empty slot reads another row of the batch. Its labels are removed below.
         is_empty = [slot.row is None for slot in slots]
+        rows = [slot.spare_row if slot.row is None else slot.row for slot in slots]
+        columns = self.rows.read(np.array(rows))
         for name, column in columns.items():
             if column.dtype.kind == "i":
                 columns[name] = column.astype(np.int64)
@@ -196,6 +198,7 @@ def train_loader(
         lengths=row_lengths(rows),
         shard_rows=rows.shard_rows,
         window=window,
+        on_step=ReadAhead(rows.shards).begin_step,
     )
     return DataLoader(
         LocalBatches(rows, micro_batch, dropout_seed, prepare),

@@ -14,7 +14,7 @@ random order, and only the rows of a window are mixed.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -45,11 +45,13 @@ class Slot(NamedTuple):
         row: the number of its row. ``None`` after the end of an epoch: the slot is then padding,
             which has weight zero.
         source: in an evaluation, the number of the source whose rows the batch has.
+        spare_row: the row that is read for padding, one of the same batch.
     """
 
     position: int
     row: int | None
     source: int = 0
+    spare_row: int = 0
 
 
 def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
@@ -103,15 +105,17 @@ class Shuffle:
         self.rows = int(self.shard_rows.sum())
         self.shards = len(shard_rows)
         self.windows = -(-self.shards // window)
+        # How many shards come before each window.
+        self._shards_before = np.arange(self.windows + 1) * self.shards // self.windows
         # Positions that are looked up together may be in two epochs.
-        self._last_epochs = functools.lru_cache(maxsize=2)(self._windows_of)
+        self._last_epochs = functools.lru_cache(maxsize=4)(self._windows_of)
 
     def rows_at(self, positions: np.ndarray, key: int) -> np.ndarray:
         """Return the rows at some positions of the epoch that has this key, both int64 [n]."""
         if self.windows == 1:
             return permute(positions, self.rows, key)
 
-        borders, shard_ends, offsets = self._last_epochs(key)
+        borders, shard_ends, offsets, _ = self._last_epochs(key)
         windows = np.searchsorted(borders, positions, side="right") - 1
         rows = np.empty_like(positions)
         for window in np.unique(windows).tolist():
@@ -123,19 +127,25 @@ class Shuffle:
         rows += offsets[np.searchsorted(shard_ends, rows, side="right")]
         return rows
 
-    def _windows_of(self, key: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def shards_at(self, position: int, key: int) -> list[int]:
+        """Return the numbers of the shards of the window at a position of an epoch."""
+        borders, _, _, order = self._last_epochs(key)
+        window = int(np.searchsorted(borders, position, side="right")) - 1
+        shards: list[int] = order[slice(*self._shards_before[window : window + 2])].tolist()
+        return shards
+
+    def _windows_of(self, key: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Put the shards of an epoch in order, and divide them into windows.
 
         Returns:
             The position of the first row of each window, and the number of all rows. For each shard
             in this order, the position after its rows, and the number to add to the position of a
-            row in this order to get its position in the stored order.
+            row in this order to get its position in the stored order. The shards in this order.
         """
         order = permute(np.arange(self.shards), self.shards, key_of(key, 0))
         shard_ends = np.cumsum(self.shard_rows[order])
         offsets = np.cumsum(self.shard_rows)[order] - shard_ends
-        shards_before = np.arange(self.windows + 1) * self.shards // self.windows
-        return np.append(0, shard_ends)[shards_before], shard_ends, offsets
+        return np.append(0, shard_ends)[self._shards_before], shard_ends, offsets, order
 
 
 def shuffle_name(shard_counts: Sequence[int], window: int, by_length: bool) -> str:
@@ -226,6 +236,20 @@ class Mixture:
             rows[is_source] = self.first_row[source] + rows_of_source
         return rows
 
+    def shards_at(self, position: int, seed: int) -> list[int]:
+        """Return the numbers of the shards of each source's window at a position of the run."""
+        period, position_in_period = divmod(position, len(self.source_at))
+        shards = []
+        first_shard = 0
+        for source, (shuffle, count) in enumerate(zip(self.shuffles, self.counts, strict=True)):
+            rows_before_in_period = (self.source_at[:position_in_period] == source).sum()
+            rows_before = period * count + int(rows_before_in_period)
+            epoch, position_in_epoch = divmod(rows_before, shuffle.rows)
+            key = key_of(seed, epoch, source + 1)
+            shards += [first_shard + shard for shard in shuffle.shards_at(position_in_epoch, key)]
+            first_shard += shuffle.shards
+        return shards
+
 
 def counts_per_period(weights: Sequence[float]) -> list[int]:
     """Return how many positions of one period of a mixture each source has.
@@ -269,6 +293,7 @@ class GlobalBatchSampler:
         shard_rows: the number of rows of each shard, in the stored order; empty for one shard. A
             mixture has shards of its own.
         window: the largest number of shards whose rows are mixed.
+        on_step: called with the number of each step before its batch is yielded.
     """
 
     drop_last = False  # Accelerate reads it
@@ -283,6 +308,7 @@ class GlobalBatchSampler:
         lengths: np.ndarray | None = None,
         shard_rows: Sequence[int] = (),
         window: int = WINDOW,
+        on_step: Callable[["GlobalBatchSampler", int], None] | None = None,
     ) -> None:
         assert mixture is None or seed is not None, "a mixture is drawn at random, by a seed"
         self.n = n
@@ -291,6 +317,7 @@ class GlobalBatchSampler:
         self.seed = seed
         self.mixture = mixture
         self.lengths = lengths
+        self.on_step = on_step
         self.shuffle = Shuffle(shard_rows or [n], window)
         self._last_batches = functools.lru_cache(maxsize=1)(self._batches_of)
 
@@ -299,6 +326,8 @@ class GlobalBatchSampler:
 
     def __iter__(self) -> Iterator[list[Slot]]:
         for step in self.steps:
+            if self.on_step is not None:
+                self.on_step(self, step)
             yield self.slots_of(step)
 
     def slots_of(self, step: int) -> list[Slot]:
@@ -314,7 +343,32 @@ class GlobalBatchSampler:
 
         padding = [None] * (self.batch_size - len(rows))
         first_position = step * self.batch_size
-        return [Slot(first_position + j, row) for j, row in enumerate([*rows, *padding])]
+        spare_row = rows[0]
+        assert spare_row is not None, "a batch has a row"
+        return [
+            Slot(first_position + j, row, spare_row=spare_row)
+            for j, row in enumerate([*rows, *padding])
+        ]
+
+    def shards_at(self, step: int) -> tuple[list[int], list[int]]:
+        """Return the numbers of the shards that a step may need, at its first and its last row.
+
+        If rows are grouped by length, these are the rows of its megabatch.
+        """
+        assert self.seed is not None, "rows in their stored order have no windows"
+        group = 1 if self.lengths is None else BATCHES_PER_MEGABATCH
+        if self.mixture is not None:
+            start = step // group * group * self.batch_size
+            stop = start + group * self.batch_size
+            return (
+                self.mixture.shards_at(start, self.seed),
+                self.mixture.shards_at(stop - 1, self.seed),
+            )
+        epoch, step_of_epoch = divmod(step, -(-self.n // self.batch_size))
+        start = step_of_epoch // group * group * self.batch_size
+        stop = min(start + group * self.batch_size, self.n)
+        key = key_of(self.seed, epoch)
+        return self.shuffle.shards_at(start, key), self.shuffle.shards_at(stop - 1, key)
 
     def _batches_of(self, epoch: int, megabatch: int) -> list[np.ndarray]:
         """Return the rows of each step of a megabatch; fewer ones at the end of an epoch."""
@@ -383,7 +437,12 @@ class EvalSampler:
             end = first + rows
             for start in range(first, end, self.batch_size):
                 yield [
-                    Slot(position, row=position if position < end else None, source=source)
+                    Slot(
+                        position,
+                        row=position if position < end else None,
+                        source=source,
+                        spare_row=start,
+                    )
                     for position in range(start, start + self.batch_size)
                 ]
             first = end

@@ -6,7 +6,6 @@ Flags that do not fit each other or the first records are reported here, before 
 import copy
 import functools
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Literal
 
 from llmtrain.config.flags import flags_of
@@ -134,7 +133,7 @@ class DataRequest:
                 )
         sets = [source for source in self.sources if source.rows is not None]
         if sets and tok.is_trained(self.spec):
-            self.spec = str(Path(sets[0].name).expanduser() / "tokenizer")
+            self.spec = sets[0].rows.tokenizer.name_or_path
             self.tokenizer = copy.copy(sets[0].rows.tokenizer)
         elif not tok.is_trained(self.spec):
             self.tokenizer = tok.load_tokenizer(self.spec, trust_remote_code)

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from llmtrain.data.audit import total_of_shards
 from llmtrain.data.readers import Split
 from llmtrain.data.request import DataRequest
@@ -64,8 +62,7 @@ def _check_columns(sources: Sequence[SourceRows]) -> None:
     layouts = set()
     for source in sources:
         for shard in source.shards[:1]:
-            columns = shard.read(np.array([0]))
-            layouts.add(str({name: column.shape[1:] for name, column in columns.items()}))
+            layouts.add(str({name: (*column.shape,) for name, column in shard.columns.items()}))
     if len(layouts) > 1:
         raise UserError(
             f"the data sets have different columns, {' and '.join(sorted(layouts))}; make their "

@@ -81,6 +81,10 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """What a row has, by the name of the column."""
+
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Return rows by column, [n, ...], given their numbers, int64 [n]."""
 
@@ -89,18 +93,23 @@ class ArrayRows:
     """Rows in memory, or in memory-mapped arrays.
 
     Args:
-        columns: arrays [rows, ...], by name.
+        arrays: arrays [rows, ...], by name.
     """
 
-    def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
-        self.columns = columns
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self.arrays = arrays
 
     def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
+        return len(next(iter(self.arrays.values())))
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """What a row has; see :class:`Rows`."""
+        return {name: Column(str(a.dtype), a.shape[1:]) for name, a in self.arrays.items()}
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Return rows by column; see :class:`Rows`."""
-        return {name: column[rows] for name, column in self.columns.items()}
+        return {name: array[rows] for name, array in self.arrays.items()}
 
 
 class TokenRows:
@@ -128,18 +137,26 @@ class TokenRows:
         return {name: column[0].tolist() for name, column in columns.items()}
 
     @functools.cached_property
+    def columns(self) -> Mapping[str, Column]:
+        """What a row has; see :class:`Rows`."""
+        return self.shards[0].columns if self.shards else {}
+
+    @functools.cached_property
     def column_names(self) -> list[str]:
         """The names of the columns."""
-        first = np.arange(min(len(self), 1))
-        return [*self.read(first)]
+        return [*self.columns]
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return rows by column; see :class:`Rows`."""
+        """Return rows by column; see :class:`Rows`.
+
+        Shards are read in the order in which their rows are asked for first: those of a window come
+        before those of the next one.
+        """
         if len(self.shards) == 1:
             return self.shards[0].read(rows)
         numbers = np.searchsorted(self._ends, rows, side="right")
         columns: dict[str, np.ndarray] = {}
-        for number in np.unique(numbers).tolist():
+        for number in dict.fromkeys(numbers.tolist()):
             shard = self.shards[number]
             is_in = numbers == number
             first_row = self._ends[number] - len(shard)
@@ -172,6 +189,11 @@ class _WithColumn:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        values = ArrayRows({self.name: self.values})
+        return {**self.rows.columns, **values.columns}
+
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         return {**self.rows.read(rows), self.name: self.values[rows]}
 
@@ -188,6 +210,18 @@ class CheckedFile:
         self.path = path
         self.blocks = blocks
         self._is_checked = np.zeros(len(blocks), bool)
+
+    @classmethod
+    def of(cls, folder: Path, facts: JsonObject) -> "CheckedFile":
+        """Return a file of a folder, given what :func:`facts_of` returned for it.
+
+        Raises:
+            OSError: if the file is absent, or if its size is another one.
+        """
+        path = folder / Path(facts["file"]).name
+        if path.stat().st_size != facts["bytes"]:
+            raise OSError(f"{path.name} has another size than its rows")
+        return cls(path, facts["blocks"])
 
     def pieces(self, starts: np.ndarray, size: int) -> np.ndarray:
         """Return pieces of the file, uint8 [n, size], that begin at ``starts``, int64 [n].
@@ -232,19 +266,18 @@ class CheckedFile:
 
 
 class Shard:
-    """The rows of a file in a folder.
+    """The rows of a file.
 
     Args:
-        folder: the folder.
-        facts: what :func:`facts_of` returned for the file.
+        file: the file.
+        facts: what :func:`facts_of` returned for it.
 
     Raises:
-        OSError: if the file is absent, or if its size is another one.
+        OSError: if the facts do not fit each other.
     """
 
-    def __init__(self, folder: Path, facts: JsonObject) -> None:
-        path = folder / Path(facts["file"]).name
-        self.file = CheckedFile(path, facts["blocks"])
+    def __init__(self, file: CheckedFile, facts: JsonObject) -> None:
+        self.file = file
         self.rows: int = facts["rows"]
         self.columns = {name: Column(*column) for name, column in facts["columns"].items()}
         # The header comes before the columns.
@@ -253,8 +286,8 @@ class Shard:
         blocks = -(-facts["bytes"] // BLOCK_BYTES)
         is_possible = facts["bytes"] == self._first_byte + columns_bytes
         is_possible = is_possible and len(facts["blocks"]) == blocks
-        if not is_possible or path.stat().st_size != facts["bytes"]:
-            raise OSError(f"{path.name} has another size than its rows")
+        if not is_possible:
+            raise OSError(f"{file.path.name} has another size than its rows")
 
     def __len__(self) -> int:
         return self.rows

@@ -37,9 +37,11 @@ from llmtrain.data.readers import (
     numbered,
     visible_files,
 )
+from llmtrain.data.shard_cache import open_remote
 from llmtrain.data.tokenized import MANIFEST, Tokenized
 from llmtrain.errors import UserError, first_line, hub_error
 from llmtrain.files import json_text, local_path
+from llmtrain.storage import is_address
 
 if TYPE_CHECKING:
     import datasets
@@ -177,10 +179,10 @@ def open_source(name: str, config: DataConfig, is_eval: bool = False) -> Source:
 
     split_source = functools.partial(_split_source, name, config, is_eval, flag)
     try:
-        path = Path(local_path(name, f"{flag} ")).expanduser()
-        prepared = _prepared_source(name, flag)
+        prepared = _prepared_source(name, flag, config)
         if prepared is not None:
             return prepared
+        path = Path(local_path(name, f"{flag} ")).expanduser()
         names_split = config.dataset_test_split is not None
         if not is_eval:
             # With a test split, not all files of the folder must be training data.
@@ -212,11 +214,26 @@ def open_source(name: str, config: DataConfig, is_eval: bool = False) -> Source:
 
 
 def is_set(name: str) -> bool:
-    """Return whether a name in ``--dataset`` is the folder of a set."""
-    return (Path(name).expanduser() / MANIFEST).is_file()
+    """Return whether a name in ``--dataset`` is the folder of a set, or an address."""
+    return is_address(name) or (Path(name).expanduser() / MANIFEST).is_file()
 
 
-def _prepared_source(name: str, flag: str) -> Source | None:
+def open_set(name: str, flag: str, config: DataConfig) -> Tokenized:
+    """Return the rows of a set, given its folder or address."""
+    try:
+        if is_address(name):
+            return open_remote(name, f"{flag} ", config)
+        rows = Tokenized.open(Path(name).expanduser())
+    except (OSError, KeyError, TypeError, ValueError) as error:  # a manifest may have any content
+        raise UserError(
+            f"{flag} {name}: {first_line(error)}; copy the set again, or make it again with "
+            "llmtrain tokenize."
+        ) from None
+    rows.metadata.cache_entry = str(Path(name).expanduser().resolve())
+    return rows
+
+
+def _prepared_source(name: str, flag: str, config: DataConfig) -> Source | None:
     """Return a set, or files of tokens, as a source; ``None`` if the name is neither."""
     if name.endswith(".bin"):
         paths = sorted(map(Path, glob.glob(str(Path(name).expanduser()))))  # noqa: PTH207
@@ -229,14 +246,7 @@ def _prepared_source(name: str, flag: str) -> Source | None:
         if [*Path(name).expanduser().glob("shard-*.json")]:
             raise UserError(f"{flag} {name} is not complete; see llmtrain tokenize --finish.")
         return None
-    try:
-        rows = Tokenized.open(Path(name).expanduser())
-    except (OSError, KeyError, TypeError, ValueError) as error:  # a manifest may have any content
-        raise UserError(
-            f"{flag} {name}: {first_line(error)}; copy the set again, or make it again with "
-            "llmtrain tokenize."
-        ) from None
-    rows.metadata.cache_entry = str(Path(name).expanduser().resolve())
+    rows = open_set(name, flag, config)
     return Source(
         name,
         fingerprint=lambda: rows.metadata.data_sha256,

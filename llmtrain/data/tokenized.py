@@ -1,11 +1,10 @@
 """Rows of tokens, ready for a run, with their counts and hashes."""
 
-import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.audit import Audit, total_audit
@@ -13,13 +12,10 @@ from llmtrain.data.given_rows import GivenRows, as_token_rows, measured
 from llmtrain.data.order import WINDOW, Mixture, shuffle_name
 from llmtrain.data.packing import LENGTHS
 from llmtrain.data.readers import Split, kind_of
-from llmtrain.data.shards import Rows, Shard, TokenRows
+from llmtrain.data.shards import CheckedFile, Rows, Shard, TokenRows
 from llmtrain.errors import DamagedRowsError, UserError
 from llmtrain.files import JsonObject, damaged_files, read_patiently, read_sealed
 from llmtrain.model_folders import vocabulary_of
-
-if TYPE_CHECKING:
-    pass
 
 MANIFEST = "manifest.json"  # of a set, which is complete if it has one
 # The version of a set's content. Raise it when the content changes: the entries of the cache are
@@ -228,10 +224,10 @@ class Tokenized:
         has_all_rows = sum(rows_by_name.values()) == sum(counts)  # not if two names are equal
         return rows_by_name if has_all_rows and len(rows_by_name) > 1 else {}
 
-    @functools.cached_property
+    @property
     def positions(self) -> int:
         """The number of positions of a row that predict something."""
-        return len(self.train[0]["input_ids"]) - 1
+        return self.train.columns["input_ids"].shape[0] - 1
 
     def ordered(self, weights: Sequence[float], window: int) -> "Tokenized":
         """Return the same rows in another order.
@@ -248,12 +244,18 @@ class Tokenized:
         return replace(self, mixture=mixture, window=window)
 
     @classmethod
-    def open(cls, folder: Path, check: bool = False) -> "Tokenized":
+    def open(
+        cls,
+        folder: Path,
+        check: bool = False,
+        open_file: Callable[[Path, JsonObject], CheckedFile] = CheckedFile.of,
+    ) -> "Tokenized":
         """Return the rows of a set.
 
         Args:
             folder: the folder of the set, which may be a cache entry.
             check: compare all blocks of its shards with their hashes now.
+            open_file: returns a shard's file, given the folder and its facts in the manifest.
 
         Raises:
             OSError: if it does not exist, or if a file is absent or damaged.
@@ -274,7 +276,11 @@ class Tokenized:
         sources: dict[Split, list[SourceRows]] = {"train": [], "eval": []}
         for split, entries in sources.items():
             for entry in manifest[split]:
-                shards = [Shard(folder, facts) for facts in entry["shards"] if facts["rows"]]
+                shards = [
+                    Shard(open_file(folder, facts), facts)
+                    for facts in entry["shards"]
+                    if facts["rows"]
+                ]
                 entries.append(SourceRows(Audit(**entry["audit"]), shards))
                 for shard in shards if check else ():
                     try:

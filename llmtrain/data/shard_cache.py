@@ -1,0 +1,380 @@
+"""Sets in object storage: their shards come block by block into a bounded cache on this machine.
+
+All processes of a machine share the cache of a set, a folder:
+
+    manifest.json, tokenizer/    copies of those of the set
+    SHA256.safetensors           a shard, with holes for the blocks that have not arrived
+    SHA256.safetensors.blocks    a byte for each block, which is 1 if it has arrived
+    users/NAME                   the names of the shards that a process needs, which locks this file
+
+A shard is deleted to make room for another one only if no process needs it. The lock of a process
+that was killed is gone, so nobody waits for it.
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import itertools
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from llmtrain.console import note, size_text
+from llmtrain.data.config import DataConfig
+from llmtrain.data.order import GlobalBatchSampler
+from llmtrain.data.packing import LENGTHS
+from llmtrain.data.shards import BLOCK_BYTES, CheckedFile, Rows, Shard
+from llmtrain.data.tokenized import MANIFEST, Tokenized
+from llmtrain.errors import DamagedRowsError, UserError, first_line
+from llmtrain.files import JsonObject, cache_folder
+from llmtrain.locks import file_lock
+from llmtrain.storage import Storage, StorageError
+
+_RUN_BLOCKS = 4  # that are fetched at once
+# Seconds to wait until other processes need fewer shards. They do so when they read the same step.
+_ROOM_SECONDS = 20.0
+_POLL_SECONDS = 0.05
+
+
+def open_remote(address: str, source: str, config: DataConfig) -> Tokenized:
+    """Return the rows of a set at an address. Their bytes are fetched when they are read.
+
+    Args:
+        address: the folder of the set.
+        source: what names it, for error messages, such as ``--dataset`` and a space.
+        config: the size of the cache, and the number of shards in a window.
+
+    Raises:
+        OSError: if a file of the set is damaged.
+        UserError: if there is no set, if the storage fails, or if the cache is too small.
+    """
+    storage = Storage(address, source)
+    try:
+        content = storage.read(MANIFEST)
+    except FileNotFoundError:
+        raise UserError(
+            f"{source}{address}: there is no {MANIFEST}; make a set there with llmtrain tokenize "
+            f"--to {address}."
+        ) from None
+    folder = cache_folder() / "shards" / hashlib.sha256(content).hexdigest()[:32]
+    for name in [*json.loads(content).get("tokenizer", {}), MANIFEST]:
+        if not (folder / name).exists():
+            storage.download(name, folder / name)
+
+    cache = ShardCache(folder, storage)
+    rows = Tokenized.open(folder, open_file=cache.file)
+    rows.metadata.cache_entry = storage.address
+    sizes: dict[str, dict[str, int]] = {
+        split: {
+            facts["file"]: facts["bytes"]
+            for entry in json.loads(content)[split]
+            for facts in entry["shards"]
+        }
+        for split in ("train", "eval")
+    }
+    eval_bytes = sum(sizes["eval"].values())
+    window = min(config.shuffle_window, len(sizes["train"]))
+    largest = sum(sorted(sizes["train"].values(), reverse=True)[:window])
+    # Rows that are grouped by length are of two windows near a border.
+    least = largest * (2 if LENGTHS in rows.train.column_names else 1)
+    cache.eval_names = {*sizes["eval"]}
+    cache.capacity = 2 * largest
+    if config.cache_size is not None:
+        cache.capacity = int(config.cache_size * 1e9) - eval_bytes
+        if cache.capacity < least:
+            raise UserError(
+                f"--cache_size {config.cache_size:g} is too small: the shards of {address} that "
+                f"are shuffled at a time, and its eval data, take {(least + eval_bytes) / 1e9:.3f} "
+                "GB; raise it, or lower --shuffle_window."
+            )
+    return rows
+
+
+class ShardCache:
+    """The shards of a set on this machine.
+
+    Args:
+        folder: the folder of the cache.
+        storage: the folder of the set.
+
+    Attributes:
+        capacity: the bytes of training shards that may be on the disk.
+        needed: the names of shards that stay there, because this process will read them.
+        kept: those of them that stay when the reader needs another one.
+        eval_names: the names of the shards of the eval data, which stay once they are there.
+    """
+
+    def __init__(self, folder: Path, storage: Storage) -> None:
+        self.folder = folder
+        self.storage = storage
+        self.capacity = 0
+        self.needed: set[str] = set()
+        self.kept: set[str] = set()
+        self.eval_names: set[str] = set()
+        self._mutex = threading.RLock()  # of the reader and the thread that reads ahead
+        self._contexts = contextlib.ExitStack()
+        self._is_patient = True
+
+    def file(self, folder: Path, facts: JsonObject) -> "RemoteFile":
+        """Return a shard's file, given its facts in the manifest."""
+        return RemoteFile(folder / Path(facts["file"]).name, facts["blocks"], facts["bytes"], self)
+
+    def expect(self, needed: set[str], kept: set[str]) -> None:
+        """Keep these shards on the disk from now on; see the attributes."""
+        with self._mutex, file_lock(self.folder / ".lock"):
+            self.kept = kept
+            self._set_needed(needed)
+
+    @functools.cached_property
+    def _user_file(self) -> Path:
+        """A file that this process holds the lock of, made under the lock of the folder."""
+        path = self.folder / "users" / uuid.uuid4().hex
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._contexts.enter_context(file_lock(path))
+        return path
+
+    def _set_needed(self, needed: set[str]) -> None:
+        self.needed = needed
+        self._user_file.write_text(" ".join(needed))
+
+    def make_place(self, file: "RemoteFile", should_wait: bool) -> bool:
+        """Let the cache have a file, without its blocks if it is new.
+
+        Args:
+            file: the file.
+            should_wait: wait for room, and exceed the capacity if other processes leave none.
+
+        Returns:
+            Whether it has the file.
+
+        Raises:
+            OSError: if the disk fails.
+        """
+        name = file.path.name
+        is_eval = name in self.eval_names
+        if (is_eval or name in self.needed) and file.path.exists():
+            return True
+        deadline = time.monotonic() + (_ROOM_SECONDS if self._is_patient else 0)
+        while True:
+            with self._mutex, file_lock(self.folder / ".lock"):
+                if name not in self.needed and not is_eval:
+                    self._set_needed((self.needed if self.kept else set()) | {name})
+                if file.path.exists():
+                    return True
+                has_room = is_eval or self._make_room(file.size)
+                if not has_room and should_wait:
+                    # The reader has read all rows of the window before.
+                    self._set_needed(self.kept | {name})
+                    has_room = self._make_room(file.size)
+                if not has_room and should_wait and time.monotonic() > deadline:
+                    if self._is_patient:
+                        note(
+                            f"{self.folder}: other processes need more shards than fit into "
+                            f"{size_text(self.capacity)}; the cache grows beyond that"
+                        )
+                    self._is_patient = False
+                    has_room = True
+                if has_room:
+                    file.marks_path.write_bytes(bytes(len(file.blocks)))
+                    with file.path.open("wb") as new_file:
+                        new_file.truncate(file.size)
+                    return True
+            if not should_wait:
+                return False
+            time.sleep(_POLL_SECONDS)
+
+    def _make_room(self, size: int) -> bool:
+        """Delete shards that nobody needs, the oldest first, until there is room for ``size``."""
+        needed = {*self.needed}
+        for path in self._user_file.parent.iterdir():
+            with path.open("r+") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()  # its process has ended
+                except BlockingIOError:
+                    needed.update(file.read().split())
+
+        shards = {
+            path: path.stat()
+            for path in self.folder.glob("*.safetensors")
+            if path.name not in self.eval_names
+        }
+        used = sum(facts.st_size for facts in shards.values())
+        for path in sorted(shards, key=lambda path: shards[path].st_mtime):
+            if used + size <= self.capacity:
+                break
+            if path.name not in needed:
+                path.unlink()
+                path.with_name(f"{path.name}.blocks").unlink(missing_ok=True)
+                used -= shards[path].st_size
+        return used + size <= self.capacity
+
+
+class RemoteFile(CheckedFile):
+    """A shard in object storage. Blocks that are not in the cache are fetched before they are read.
+
+    Args:
+        path: its place in the cache.
+        blocks: the sha256 of each block, in hexadecimal digits.
+        size: its bytes.
+        cache: the cache.
+
+    Attributes:
+        marks_path: the file that tells which blocks have arrived.
+    """
+
+    def __init__(self, path: Path, blocks: Sequence[str], size: int, cache: ShardCache) -> None:
+        super().__init__(path, blocks)
+        self.size = size
+        self.cache = cache
+        self.marks_path = path.with_name(f"{path.name}.blocks")
+
+    def pieces(self, starts: np.ndarray, size: int) -> np.ndarray:
+        """Return pieces of the file; see :class:`CheckedFile`."""
+        first = starts // BLOCK_BYTES
+        last = np.maximum(starts + size - 1, starts) // BLOCK_BYTES
+        spans = [np.arange(*span) for span in zip(first, last + 1, strict=True)]
+        blocks = np.unique(np.concatenate([*spans, np.zeros(0, np.int64)])).tolist()
+        self._fetch_all(blocks)
+        try:
+            return super().pieces(starts, size)
+        except DamagedRowsError:  # the disk of the cache has changed it
+            self.marks_path.write_bytes(bytes(len(self.blocks)))
+            self._fetch_all(blocks)
+            return super().pieces(starts, size)
+
+    def _fetch_all(self, blocks: Sequence[int]) -> None:
+        """Fetch those of some blocks that are missing."""
+        try:
+            self.cache.make_place(self, should_wait=True)
+            if not np.fromfile(self.marks_path, np.uint8)[blocks].all():
+                with file_lock(self.marks_path):
+                    for run in _runs(blocks):
+                        self._fetch(run)
+        except FileNotFoundError:
+            raise DamagedRowsError(
+                f"{self.cache.storage}/{self.path.name} is gone; put the file back."
+            ) from None
+        except StorageError as error:
+            raise DamagedRowsError(str(error)) from None
+        except OSError as error:
+            raise DamagedRowsError(
+                f"{self.path.parent}: {first_line(error)}; free some space, or lower --cache_size."
+            ) from None
+
+    def fetch_next(self) -> bool:
+        """Fetch some blocks that are missing, and return whether there are more.
+
+        A file that another process is fetching counts as complete.
+        """
+        try:
+            with file_lock(self.marks_path, timeout=0):
+                marks = np.fromfile(self.marks_path, np.uint8)
+                missing = [*_runs(np.flatnonzero(marks == 0).tolist())]
+                if missing:
+                    self._fetch(missing[0])
+                return len(missing) > 1
+        except BlockingIOError:
+            return False
+
+    def _fetch(self, blocks: Sequence[int]) -> None:
+        """Fetch consecutive blocks, unless they have arrived. The caller holds the file's lock."""
+        marks = np.fromfile(self.marks_path, np.uint8)
+        if marks[blocks[0] : blocks[-1] + 1].all():
+            return
+
+        def is_intact(content: bytes) -> bool:
+            parts = [content[i : i + BLOCK_BYTES] for i in range(0, len(content), BLOCK_BYTES)]
+            hashes = [hashlib.sha256(part).hexdigest() for part in parts]
+            return hashes == [self.blocks[block] for block in blocks]
+
+        start = blocks[0] * BLOCK_BYTES
+        stop = min(start + len(blocks) * BLOCK_BYTES, self.size)
+        content = self.cache.storage.read(self.path.name, start, stop, is_intact)
+        with self.path.open("r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), content, start)
+        with self.marks_path.open("r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), b"\1" * len(blocks), blocks[0])
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[list[int]]:
+    """Divide ascending numbers of blocks into runs of a few consecutive ones."""
+    for _, group in itertools.groupby(enumerate(blocks), key=lambda pair: pair[1] - pair[0]):
+        numbers = [int(block) for _, block in group]
+        for start in range(0, len(numbers), _RUN_BLOCKS):
+            yield numbers[start : start + _RUN_BLOCKS]
+
+
+class ReadAhead:
+    """Fetches the shards of the next steps while a run trains.
+
+    Args:
+        shards: all shards, of which some are in object storage.
+    """
+
+    def __init__(self, shards: Sequence[Rows]) -> None:
+        self.files = {
+            number: shard.file
+            for number, shard in enumerate(shards)
+            if isinstance(shard, Shard) and isinstance(shard.file, RemoteFile)
+        }
+        self._plan: list[RemoteFile] = []
+        self._windows: object = None
+        self._thread: threading.Thread | None = None
+
+    def begin_step(self, sampler: GlobalBatchSampler, step: int) -> None:
+        """Keep the shards of a step, and read those of later steps ahead."""
+        if not self.files:
+            return
+        windows = sampler.shards_at(step)
+        if windows != self._windows:
+            self._windows = windows
+            first, last = ({self.files[n] for n in part if n in self.files} for part in windows)
+            self._plan = self._planned(sampler, step, first | last)
+            for cache in {file.cache for file in self.files.values()}:
+                names, kept = (
+                    {file.path.name for file in files if file.cache is cache}
+                    for files in ({*self._plan}, last)
+                )
+                cache.expect(names, kept)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._fetch, name="read-ahead", daemon=True)
+            self._thread.start()
+
+    def _planned(
+        self, sampler: GlobalBatchSampler, step: int, needed: set["RemoteFile"]
+    ) -> list["RemoteFile"]:
+        """Return the files of a step, and of those after it for which there is room."""
+        plan = [*needed]
+        steps_per_shard = max(1, sampler.n // sampler.batch_size // len(self.files))
+        for ahead in range(step, sampler.steps.stop, steps_per_shard):
+            if len(plan) == len(self.files):
+                break
+            for number in itertools.chain(*sampler.shards_at(ahead)):
+                file = self.files.get(number)
+                if file is None or file in plan:
+                    continue
+                used = sum(each.size for each in plan if each.cache is file.cache)
+                if used + file.size > file.cache.capacity:
+                    return plan
+                plan.append(file)
+        return plan
+
+    def _fetch(self) -> None:
+        """Fetch the files of the plan in their order, until all are there."""
+        plan = self._plan
+        # The reader meets the same error, if it needs the file.
+        with contextlib.suppress(OSError, UserError):
+            for file in plan:
+                if not file.cache.make_place(file, should_wait=False):
+                    return
+                while file.fetch_next():
+                    if plan is not self._plan:
+                        return

@@ -1,0 +1,237 @@
+"""Sets in a bucket: the same batches as from a copy on disk, with few bytes and little disk."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate.data_loader import BatchSamplerShard
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+
+from llmtrain import storage
+from llmtrain.data import shard_cache
+from llmtrain.data.config import DataConfig
+from llmtrain.data.loader import train_loader
+from llmtrain.data.prepare import SetMaker
+from llmtrain.data.request import DataRequest
+from llmtrain.data.shard_cache import open_remote
+from llmtrain.data.tokenized import Tokenized
+from llmtrain.errors import DamagedRowsError, UserError
+from llmtrain.files import cache_folder, json_text, read_sealed, write_sealed
+from tests.buckets import Proxy, bucket_server
+
+ADDRESS = "s3://bucket/set"
+SHARDS = 12
+BATCH = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A set of 12 shards of about 45 kB."""
+    base = tmp_path_factory.mktemp("set")
+    generator = np.random.default_rng(0)
+    texts = ["".join(generator.choice([*"abcdef "], 700)) for _ in range(360)]
+    (base / "t.jsonl").write_text("\n".join(json_text({"text": text}) for text in texts))
+    config = DataConfig(dataset=[str(base / "t.jsonl")], tokenizer="byte", eval_fraction=0.1)
+    request = DataRequest(config, 64, None, None, False, None, False, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llmtrain.data.shards.SHARD_RECORDS", 30)
+        maker = SetMaker(base / "set", request)
+        maker.make()
+        maker.finish()
+    return base / "set"
+
+
+@pytest.fixture
+def proxy(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A bucket with the set, an empty cache, and little patience."""
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(storage, "PATIENCE", 3.0)
+    with bucket_server() as proxy:
+        upload(folder, tmp_path)
+        proxy.requests.clear()
+        yield proxy
+
+
+def upload(folder: Path, tmp_path: Path) -> None:
+    """Upload a set by hand: shards under their hash, and the manifest that names them so."""
+    target = storage.Storage(ADDRESS, writable=True)
+    manifest = read_sealed(folder / "manifest.json")
+    for split in ("train", "eval"):
+        for facts in manifest[split][0]["shards"]:
+            name = f"{facts['sha256']}.safetensors"
+            target.upload(name, folder / facts["file"])
+            facts["file"] = name
+    for name in manifest["tokenizer"]:
+        target.upload(name, folder / name)
+    write_sealed(tmp_path / "manifest.json", manifest)
+    target.upload("manifest.json", tmp_path / "manifest.json")
+
+
+def batches_of(rows: Tokenized, steps: range, window: int, ranks: int = 1) -> list[list[int]]:
+    """Return the token fingerprints of each step on each rank, which read one after the other."""
+    loaders = []
+    for rank in range(ranks):
+        loader = train_loader(rows.train, BATCH, 4, steps, seed=3, window=window)
+        sampler = BatchSamplerShard(loader.batch_sampler, ranks, rank, split_batches=True)
+        loaders.append((loader.dataset, iter(sampler)))
+    fingerprints = []
+    for _ in steps:
+        local = [dataset.__getitems__(next(slots)) for dataset, slots in loaders]
+        fingerprints.append([batch.token_fingerprint for batch in local])
+    return fingerprints
+
+
+def config(**flags: object) -> DataConfig:
+    return DataConfig(dataset=[ADDRESS], **flags)
+
+
+def shard_bytes(folder: Path, split: str = "train") -> list[int]:
+    return [path.stat().st_size for path in folder.glob(f"{split}-*.safetensors")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_cache_of_one_window_gives_the_same_batches_and_fetches_each_byte_once(
+    folder: Path, proxy: Proxy, ranks: int
+) -> None:
+    local = Tokenized.open(folder)
+    steps = range(-(-len(local.train) // BATCH))
+    expected = batches_of(local, steps, window=3)
+
+    sizes = sorted(shard_bytes(folder), reverse=True)
+    capacity = sum(sizes[:3]) + sum(shard_bytes(folder, "eval")) + 1
+    rows = open_remote(ADDRESS, "", config(shuffle_window=3, cache_size=capacity / 1e9))
+    held = []
+    cache = cache_folder() / "shards"
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.is_set():
+            held.append(len([*cache.glob("*/*.safetensors")]))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    found = batches_of(rows, steps, window=3, ranks=ranks)
+    is_over.set()
+    watcher.join()
+
+    assert [sum(step) for step in found] == [sum(step) for step in expected]
+    assert max(held) <= 3
+    assert proxy.bytes_of(".safetensors") == sum(sizes)
+
+
+def test_a_larger_cache_is_filled_ahead_of_the_steps(folder: Path, proxy: Proxy) -> None:
+    rows = open_remote(ADDRESS, "", config(shuffle_window=3))
+    loader = train_loader(rows.train, BATCH, 4, range(200), seed=3, window=3)
+    slots = iter(loader.batch_sampler)
+    loader.dataset.__getitems__(next(slots))
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.name.startswith("read-ahead"):
+            thread.join()
+
+    # The window of the first step, and the next one; then the run needs no bucket.
+    assert len([*(cache_folder() / "shards").glob("*/*.safetensors")]) == 6
+    count = len(proxy.requests)
+    steps_per_window = len(rows.train) * 3 // SHARDS // BATCH
+    for _ in range(steps_per_window - 2):
+        loader.dataset.__getitems__(next(slots))
+    assert len(proxy.requests) == count
+
+
+def test_rows_are_read_in_any_order_with_the_room_of_a_window(folder: Path, proxy: Proxy) -> None:
+    rows = open_remote(ADDRESS, "", config(shuffle_window=1))
+    local = Tokenized.open(folder)
+    numbers = np.random.default_rng(1).permutation(len(local.train))[:100]
+
+    for number in numbers.tolist():
+        assert rows.train[number] == local.train[number]
+    assert np.array_equal(rows.eval.column("input_ids"), local.eval.column("input_ids"))
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "reset", "truncated", "flipped"])
+def test_faults_of_the_network_change_nothing(folder: Path, proxy: Proxy, fault: str) -> None:
+    expected = batches_of(Tokenized.open(folder), range(40), window=3)
+    count = iter(range(10**6))
+    proxy.fault = lambda method, path: fault if next(count) % 3 == 0 else ""
+    rows = open_remote(ADDRESS, "", config(shuffle_window=3))
+
+    assert batches_of(rows, range(40), window=3) == expected
+
+
+def remove(proxy: Proxy, path: Path) -> None:
+    storage.Storage(ADDRESS, writable=True).delete([path.name])
+
+
+def change(proxy: Proxy, path: Path) -> None:
+    storage.Storage(ADDRESS, writable=True).write(path.name, b"0" * path.stat().st_size)
+
+
+def forbid(proxy: Proxy, path: Path) -> None:
+    proxy.fault = lambda method, path: "expired"
+
+
+def fail(proxy: Proxy, path: Path) -> None:
+    proxy.fault = lambda method, path: "500"
+
+
+@pytest.mark.parametrize(
+    ("accident", "message"),
+    [
+        (remove, "is gone; put the file back"),
+        (change, "the bytes differ from their hash"),
+        (forbid, "the storage refuses"),
+        (fail, "the storage does not answer"),
+    ],
+)
+def test_a_shard_that_cannot_be_had_ends_the_run_with_a_line(
+    folder: Path, proxy: Proxy, accident: object, message: str
+) -> None:
+    rows = open_remote(ADDRESS, "", config(shuffle_window=1))
+    shard = rows.train.shards[5]
+    shard.file.path.parent.mkdir(exist_ok=True)
+    shard.file.path.with_suffix(".x").touch()
+    shard.file.cache.make_place(shard.file, should_wait=True)
+    accident(proxy, shard.file.path)
+
+    with pytest.raises(DamagedRowsError, match=message) as caught:
+        shard.read(np.array([0]))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_ends_the_run_with_a_line(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    rows = open_remote(ADDRESS, "", config())
+    monkeypatch.setattr(shard_cache.os, "pwrite", full)
+    with pytest.raises(DamagedRowsError, match=r"No space left.*lower --cache_size"):
+        rows.train[0]
+
+
+def test_a_damaged_cache_is_fetched_again(folder: Path, proxy: Proxy) -> None:
+    open_remote(ADDRESS, "", config()).train[0]
+    for path in (cache_folder() / "shards").glob("*/*.safetensors"):
+        path.write_bytes(bytes(path.stat().st_size))
+
+    rows = open_remote(ADDRESS, "", config())
+    assert rows.train[0] == Tokenized.open(folder).train[0]
+
+
+@pytest.mark.parametrize(
+    ("address", "flags", "message"),
+    [
+        (ADDRESS, {"shuffle_window": 3, "cache_size": 0.0001}, "--cache_size 0.0001 is too small"),
+        ("s3://bucket/nothing", {}, r"there is no manifest.json; make a set there"),
+        ("s3://nobody/set", {}, "there is no manifest.json"),
+    ],
+)
+def test_what_is_no_set_is_a_line(
+    proxy: Proxy, address: str, flags: dict[str, float], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        open_remote(address, "", config(**flags))
