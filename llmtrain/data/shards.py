@@ -265,19 +265,26 @@ class CheckedFile:
         self._is_checked[block] = True
 
 
+# Opens the file of a shard, given its folder and its facts.
+FileOpener: TypeAlias = Callable[[Path, JsonObject], CheckedFile]
+
+
 class Shard:
-    """The rows of a file.
+    """The rows of a file in a folder.
 
     Args:
-        file: the file.
-        facts: what :func:`facts_of` returned for it.
+        folder: the folder.
+        facts: what :func:`facts_of` returned for the file.
+        open_file: opens the file.
 
     Raises:
-        OSError: if the facts do not fit each other.
+        OSError: if the file is absent, or if its size is another one.
     """
 
-    def __init__(self, file: CheckedFile, facts: JsonObject) -> None:
-        self.file = file
+    def __init__(
+        self, folder: Path, facts: JsonObject, open_file: FileOpener = CheckedFile.of
+    ) -> None:
+        self.file = open_file(folder, facts)
         self.rows: int = facts["rows"]
         self.columns = {name: Column(*column) for name, column in facts["columns"].items()}
         # The header comes before the columns.
@@ -287,7 +294,7 @@ class Shard:
         is_possible = facts["bytes"] == self._first_byte + columns_bytes
         is_possible = is_possible and len(facts["blocks"]) == blocks
         if not is_possible:
-            raise OSError(f"{file.path.name} has another size than its rows")
+            raise OSError(f"{self.file.path.name} has another size than its rows")
 
     def __len__(self) -> int:
         return self.rows

@@ -1,7 +1,7 @@
 """Rows of tokens, ready for a run, with their counts and hashes."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from llmtrain.data.given_rows import GivenRows, as_token_rows, measured
 from llmtrain.data.order import WINDOW, Mixture, shuffle_name
 from llmtrain.data.packing import LENGTHS
 from llmtrain.data.readers import Split, kind_of
-from llmtrain.data.shards import CheckedFile, Rows, Shard, TokenRows
+from llmtrain.data.shards import CheckedFile, FileOpener, Rows, Shard, TokenRows
 from llmtrain.errors import DamagedRowsError, UserError
 from llmtrain.files import JsonObject, damaged_files, read_patiently, read_sealed
 from llmtrain.model_folders import vocabulary_of
@@ -248,14 +248,14 @@ class Tokenized:
         cls,
         folder: Path,
         check: bool = False,
-        open_file: Callable[[Path, JsonObject], CheckedFile] = CheckedFile.of,
+        open_file: FileOpener = CheckedFile.of,
     ) -> "Tokenized":
         """Return the rows of a set.
 
         Args:
             folder: the folder of the set, which may be a cache entry.
             check: compare all blocks of its shards with their hashes now.
-            open_file: returns a shard's file, given the folder and its facts in the manifest.
+            open_file: opens the file of a shard.
 
         Raises:
             OSError: if it does not exist, or if a file is absent or damaged.
@@ -277,9 +277,7 @@ class Tokenized:
         for split, entries in sources.items():
             for entry in manifest[split]:
                 shards = [
-                    Shard(open_file(folder, facts), facts)
-                    for facts in entry["shards"]
-                    if facts["rows"]
+                    Shard(folder, facts, open_file) for facts in entry["shards"] if facts["rows"]
                 ]
                 entries.append(SourceRows(Audit(**entry["audit"]), shards))
                 for shard in shards if check else ():

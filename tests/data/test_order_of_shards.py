@@ -209,3 +209,34 @@ def test_a_window_has_at_least_one_shard():
     assert lt.DataConfig().shuffle_window == order.WINDOW
     with pytest.raises(lt.UserError, match="shuffle_window"):
         lt.DataConfig(shuffle_window=0)
+
+
+# --- the shards that a step may need
+
+
+@pytest.mark.parametrize("kind", ["plain", "by length", "mixture"])
+def test_a_step_needs_no_other_shards_than_those_of_its_first_and_last_row(kind: str) -> None:
+    lengths = np.random.default_rng(5).integers(1, 50, ROWS) if kind == "by length" else None
+    window = 24 if kind == "by length" else 8  # whose rows are more than those of a megabatch
+    mixture = None
+    if kind == "mixture":
+        mixture = Mixture([sum(SHARDS[:60]), sum(SHARDS[60:])], [3, 1], SHARDS, window)
+    steps = range(2 * STEPS)
+    sampler = GlobalBatchSampler(
+        ROWS, SIZE, steps, 3, mixture, lengths, shard_rows=SHARDS, window=window
+    )
+    ends = np.cumsum(SHARDS)
+    groups = set()
+    for step, slots in zip(steps, sampler, strict=True):
+        first, last = map(set, sampler.shards_at(step))
+        rows = [slot.row for slot in slots if slot.row is not None]
+        needed = np.searchsorted(ends, rows, side="right").tolist()
+        assert first | last >= {*needed}
+        # Rows of the window that ends come first.
+        is_old = [shard not in last for shard in needed]
+        assert lengths is not None or is_old == sorted(is_old, reverse=True) or mixture
+        assert max(len(first), len(last)) <= window * (1 if mixture is None else 2)
+        groups.add(frozenset(first))
+
+    # A window is needed in many steps.
+    assert len(groups) < len(steps) / 4
