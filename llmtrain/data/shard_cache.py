@@ -5,24 +5,22 @@ All processes of a machine share the cache of a set, a folder:
     manifest.json, tokenizer/    copies of those of the set
     SHA256.safetensors           a shard, with holes for the blocks that have not arrived
     SHA256.safetensors.blocks    a byte for each block, which is 1 if it has arrived
-    users/NAME                   the names of the shards that a process needs, which locks this file
 
-A shard is deleted to make room for another one only if no process needs it. The lock of a process
-that was killed is gone, so nobody waits for it.
+A shard is deleted to make room for another one only if no process holds it. The locks of a process
+that was killed are gone, so nobody waits for it.
 """
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import itertools
 import json
 import os
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -38,7 +36,7 @@ from llmtrain.locks import file_lock
 from llmtrain.storage import Storage, StorageError
 
 _RUN_BLOCKS = 4  # that are fetched at once
-# Seconds to wait until other processes need fewer shards. They do so when they read the same step.
+# Seconds to wait until other processes hold fewer shards. They do so when they read the same step.
 _ROOM_SECONDS = 20.0
 _POLL_SECONDS = 0.05
 
@@ -100,14 +98,14 @@ def open_remote(address: str, source: str, config: DataConfig) -> Tokenized:
 class ShardCache:
     """The shards of a set on this machine.
 
+    A process holds the shards that it reads by a shared lock on their files.
+
     Args:
         folder: the folder of the cache.
         storage: the folder of the set.
 
     Attributes:
         capacity: the bytes of training shards that may be on the disk.
-        needed: the names of shards that stay there, because this process will read them.
-        kept: those of them that stay when the reader needs another one.
         eval_names: the names of the shards of the eval data, which stay once they are there.
     """
 
@@ -115,106 +113,94 @@ class ShardCache:
         self.folder = folder
         self.storage = storage
         self.capacity = 0
-        self.needed: set[str] = set()
-        self.kept: set[str] = set()
         self.eval_names: set[str] = set()
+        self._held: dict[str, BinaryIO] = {}
+        self._kept: set[str] = set()  # the names of those that stay when another one needs room
         self._mutex = threading.RLock()  # of the reader and the thread that reads ahead
-        self._contexts = contextlib.ExitStack()
-        self._is_patient = True
 
     def file(self, folder: Path, facts: JsonObject) -> "RemoteFile":
-        """Return a shard's file, given its facts in the manifest."""
+        """Open a shard, given its facts in the manifest."""
         return RemoteFile(folder / Path(facts["file"]).name, facts["blocks"], facts["bytes"], self)
 
     def expect(self, needed: set[str], kept: set[str]) -> None:
-        """Keep these shards on the disk from now on; see the attributes."""
-        with self._mutex, file_lock(self.folder / ".lock"):
-            self.kept = kept
-            self._set_needed(needed)
-
-    @functools.cached_property
-    def _user_file(self) -> Path:
-        """A file that this process holds the lock of, made under the lock of the folder."""
-        path = self.folder / "users" / uuid.uuid4().hex
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._contexts.enter_context(file_lock(path))
-        return path
-
-    def _set_needed(self, needed: set[str]) -> None:
-        self.needed = needed
-        self._user_file.write_text(" ".join(needed))
-
-    def make_place(self, file: "RemoteFile", should_wait: bool) -> bool:
-        """Let the cache have a file, without its blocks if it is new.
+        """Let other processes delete all shards but some.
 
         Args:
-            file: the file.
-            should_wait: wait for room, and exceed the capacity if other processes leave none.
+            needed: the names of the shards that this process will read soon.
+            kept: those of them that it still needs when it asks for one that is not there.
+        """
+        with self._mutex:
+            self._kept = kept
+            self._release(needed)
+
+    def _release(self, needed: set[str]) -> None:
+        for name in self._held.keys() - needed:
+            self._held.pop(name).close()
+
+    def hold(self, file: "RemoteFile", should_wait: bool) -> bool:
+        """Keep a shard on the disk from now on, without its blocks if it is new.
+
+        Args:
+            file: the shard.
+            should_wait: wait until other processes leave room for it.
 
         Returns:
-            Whether it has the file.
+            Whether it is there.
 
         Raises:
             OSError: if the disk fails.
         """
-        name = file.path.name
-        is_eval = name in self.eval_names
-        if (is_eval or name in self.needed) and file.path.exists():
-            return True
-        deadline = time.monotonic() + (_ROOM_SECONDS if self._is_patient else 0)
-        while True:
-            with self._mutex, file_lock(self.folder / ".lock"):
-                if name not in self.needed and not is_eval:
-                    self._set_needed((self.needed if self.kept else set()) | {name})
-                if file.path.exists():
-                    return True
-                has_room = is_eval or self._make_room(file.size)
-                if not has_room and should_wait:
-                    # The reader has read all rows of the window before.
-                    self._set_needed(self.kept | {name})
-                    has_room = self._make_room(file.size)
-                if not has_room and should_wait and time.monotonic() > deadline:
-                    if self._is_patient:
-                        note(
-                            f"{self.folder}: other processes need more shards than fit into "
-                            f"{size_text(self.capacity)}; the cache grows beyond that"
-                        )
-                    self._is_patient = False
-                    has_room = True
-                if has_room:
-                    file.marks_path.write_bytes(bytes(len(file.blocks)))
-                    with file.path.open("wb") as new_file:
-                        new_file.truncate(file.size)
-                    return True
+        deadline = time.monotonic() + _ROOM_SECONDS
+        while not self._try_to_hold(file, may_release=should_wait):
             if not should_wait:
                 return False
             time.sleep(_POLL_SECONDS)
+            if time.monotonic() > deadline:
+                note(
+                    f"{self.folder}: other processes hold more shards than fit into "
+                    f"{size_text(self.capacity)}; the cache grows by one"
+                )
+                self.capacity += file.size
+        return True
+
+    def _try_to_hold(self, file: "RemoteFile", may_release: bool) -> bool:
+        name = file.path.name
+        if name in self._held:
+            return True
+        is_eval = name in self.eval_names
+        with self._mutex, file_lock(self.folder / ".lock"):
+            if not self._kept and not is_eval:
+                self._release(set())  # rows are read in another order than that of steps
+            has_room = is_eval or file.path.exists() or self._make_room(file.size)
+            if not has_room and may_release:
+                # The reader has read all rows of the window before.
+                self._release(self._kept)
+                has_room = self._make_room(file.size)
+            if not has_room:
+                return False
+            if not file.path.exists():
+                file.marks_path.write_bytes(bytes(len(file.blocks)))
+                with file.path.open("wb") as new_file:
+                    new_file.truncate(file.size)
+            if not is_eval:
+                self._held[name] = file.path.open("rb")
+                fcntl.flock(self._held[name], fcntl.LOCK_SH)
+        return True
 
     def _make_room(self, size: int) -> bool:
-        """Delete shards that nobody needs, the oldest first, until there is room for ``size``."""
-        needed = {*self.needed}
-        for path in self._user_file.parent.iterdir():
-            with path.open("r+") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()  # its process has ended
-                except BlockingIOError:
-                    needed.update(file.read().split())
-
-        shards = {
-            path: path.stat()
-            for path in self.folder.glob("*.safetensors")
-            if path.name not in self.eval_names
-        }
-        used = sum(facts.st_size for facts in shards.values())
-        for path in sorted(shards, key=lambda path: shards[path].st_mtime):
-            if used + size <= self.capacity:
+        """Delete shards that nobody holds, the oldest first, until there is room for ``size``."""
+        files = self.folder.glob("*.safetensors")
+        paths = [path for path in files if path.name not in self.eval_names]
+        sizes = {path: path.stat().st_size for path in paths}
+        room = self.capacity - sum(sizes.values())
+        for path in sorted(paths, key=lambda path: path.stat().st_mtime):
+            if room >= size:
                 break
-            if path.name not in needed:
+            with path.open("rb") as file, contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
-                path.with_name(f"{path.name}.blocks").unlink(missing_ok=True)
-                used -= shards[path].st_size
-        return used + size <= self.capacity
+                room += sizes[path]
+        return room >= size
 
 
 class RemoteFile(CheckedFile):
@@ -253,7 +239,7 @@ class RemoteFile(CheckedFile):
     def _fetch_all(self, blocks: Sequence[int]) -> None:
         """Fetch those of some blocks that are missing."""
         try:
-            self.cache.make_place(self, should_wait=True)
+            self.cache.hold(self, should_wait=True)
             if not np.fromfile(self.marks_path, np.uint8)[blocks].all():
                 with file_lock(self.marks_path):
                     for run in _runs(blocks):
@@ -339,11 +325,9 @@ class ReadAhead:
             first, last = ({self.files[n] for n in part if n in self.files} for part in windows)
             self._plan = self._planned(sampler, step, first | last)
             for cache in {file.cache for file in self.files.values()}:
-                names, kept = (
-                    {file.path.name for file in files if file.cache is cache}
-                    for files in ({*self._plan}, last)
-                )
-                cache.expect(names, kept)
+                # Other caches have none of these names.
+                needed, kept = ({file.path.name for file in files} for files in (self._plan, last))
+                cache.expect(needed, kept)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._fetch, name="read-ahead", daemon=True)
             self._thread.start()
@@ -351,11 +335,12 @@ class ReadAhead:
     def _planned(
         self, sampler: GlobalBatchSampler, step: int, needed: set["RemoteFile"]
     ) -> list["RemoteFile"]:
-        """Return the files of a step, and of those after it for which there is room."""
+        """Return the files of a step and, if there is room, as many of the steps after it."""
         plan = [*needed]
+        longest = min(2 * len(plan), len(self.files))
         steps_per_shard = max(1, sampler.n // sampler.batch_size // len(self.files))
         for ahead in range(step, sampler.steps.stop, steps_per_shard):
-            if len(plan) == len(self.files):
+            if len(plan) >= longest:
                 break
             for number in itertools.chain(*sampler.shards_at(ahead)):
                 file = self.files.get(number)
@@ -373,7 +358,7 @@ class ReadAhead:
         # The reader meets the same error, if it needs the file.
         with contextlib.suppress(OSError, UserError):
             for file in plan:
-                if not file.cache.make_place(file, should_wait=False):
+                if not file.cache.hold(file, should_wait=False):
                     return
                 while file.fetch_next():
                     if plan is not self._plan:

@@ -193,7 +193,7 @@ def test_a_shard_that_cannot_be_had_ends_the_run_with_a_line(
     shard = rows.train.shards[5]
     shard.file.path.parent.mkdir(exist_ok=True)
     shard.file.path.with_suffix(".x").touch()
-    shard.file.cache.make_place(shard.file, should_wait=True)
+    shard.file.cache.hold(shard.file, should_wait=True)
     accident(proxy, shard.file.path)
 
     with pytest.raises(DamagedRowsError, match=message) as caught:
