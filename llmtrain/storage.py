@@ -24,15 +24,22 @@ _PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs")}
 _WRITABLE = ("s3://", "gs://", "hf://buckets/")
 _READABLE = (*_WRITABLE, "hf://datasets/", "https://", "http://")
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]*://")
-# For how many seconds all attempts together go on, and the pauses between them. Libraries repeat a
-# request for a second or two by themselves.
+# For how many seconds an action is repeated after its first failure, and the pauses in between.
 PATIENCE = 60.0
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 8.0
 _CLAIM_PAUSE = 2.0  # before a claim is read back, in storage without a conditional create
 # Seconds to wait for a connection, and for the next bytes of an answer.
 _CONNECT_SECONDS = 10
-_READ_SECONDS = 30
+_READ_SECONDS = 15
+# s3fs sends a request so often by itself, and a read of a part the square of it. A second attempt
+# keeps a large upload, which has many parts, from starting again.
+_S3_ATTEMPTS = 2
+# Answers to a request that would fail again: to one without permission, and S3's to a request for
+# the size of a file if the credentials have expired.
+_REFUSALS = re.compile("Bad Request|Forbidden|Unauthorized|bucket does not exist|validation failed")
+_SIGNATURES = re.compile(r"(?<=\?)[^\s'\")]+|\b[0-9a-f]{64}\b")  # in URLs, and their shape
+_MISSING_LOGINS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
 
 
 class StorageError(UserError):
@@ -64,11 +71,11 @@ class Storage:
         kinds = _WRITABLE if writable else _READABLE
         shown = source + address
         scheme, _, rest = address.partition("://")
-        if re.search(r"[?#]|^[^/]*@", rest):
-            kind = re.sub(r"[?#].*|(?<=://)[^/]*@", "***", shown)
+        # The secret keys of S3 may have a slash. After a host, only a port has a colon.
+        if re.search(r"[?#]|^[^/]*@|^[^/\[]*:(?!\d+(/|$))", rest):
             raise UserError(
-                f"{kind} has a password or a query; name the folder alone, and log in as the "
-                "storage's own tools do, by environment variables or their config files."
+                f"{source}{scheme}://*** has a password or a query; name the folder alone, and log "
+                "in as the storage's own tools do, by environment variables or their config files."
             )
         if not address.startswith(kinds) or not rest.strip("/"):
             *others, last = kinds
@@ -105,7 +112,10 @@ class Storage:
 
             timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
             options["client_kwargs"] = {"timeout": timeout}
-        return fsspec.filesystem(scheme, **options)
+        files = fsspec.filesystem(scheme, **options)
+        if scheme == "s3":
+            files.retries = _S3_ATTEMPTS
+        return files
 
     def _patiently(self, name: str, action: Callable[[], T]) -> T:
         """Return what an action on a file returns, and repeat it while it fails.
@@ -115,7 +125,7 @@ class Storage:
             StorageError: at once, if the storage refuses; after a minute, if it still fails.
         """
         place = f"{self.address}/{name}".rstrip("/")
-        stop = time.monotonic() + PATIENCE
+        stop = None
         pause = _FIRST_PAUSE
         while True:
             try:
@@ -125,15 +135,14 @@ class Storage:
             except UserError:
                 raise
             except Exception as error:  # of many types
-                reason = redacted(first_line(error))
-                # S3 answers a request for the size of a file with nothing but this if the
-                # credentials have expired.
-                has_expired = "Bad Request" in reason or "NoCredentials" in type(error).__name__
-                if has_expired or isinstance(error, PermissionError):
+                reason = redacted(_SIGNATURES.sub("***", first_line(error)))
+                is_refused = isinstance(error, PermissionError) or _REFUSALS.search(reason)
+                if is_refused or type(error).__name__ in _MISSING_LOGINS:
                     raise StorageError(
-                        f"{place}: the storage refuses ({reason}); log in, renew the credentials, "
-                        "or ask for permission."
+                        f"{place}: the storage refuses ({reason}); check the name, log in, renew "
+                        "the credentials, or ask for permission."
                     ) from None
+                stop = stop or time.monotonic() + PATIENCE
                 if time.monotonic() + pause > stop:
                     raise StorageError(
                         f"{place}: the storage does not answer ({reason}); start again when it "
@@ -163,6 +172,11 @@ class Storage:
 
         def attempt() -> bytes:
             content: bytes = self._files.cat_file(self._path(name), start=start, end=stop)
+            if stop is not None and len(content) > stop - (start or 0):
+                raise StorageError(
+                    f"{self._path(name)}: the server does not send parts of files; download the "
+                    "folder, and use its path."
+                )
             if stop is not None and len(content) != stop - (start or 0):
                 raise OSError(f"{len(content)} bytes instead of {stop - (start or 0)}")
             if not is_intact(content):
@@ -173,7 +187,7 @@ class Storage:
 
     def write(self, name: str, content: bytes) -> None:
         """Create or replace a file."""
-        self._patiently(name, lambda: self._files.pipe_file(self._path(name), content))
+        self._put(name, lambda: self._files.pipe_file(self._path(name), content))
 
     def upload(self, name: str, path: Path) -> None:
         """Create or replace a file by a local one.
@@ -181,7 +195,19 @@ class Storage:
         Raises:
             FileNotFoundError: if the local file is gone.
         """
-        self._patiently(name, lambda: self._files.put_file(str(path), self._path(name)))
+        path.stat()
+        self._put(name, lambda: self._files.put_file(str(path), self._path(name)))
+
+    def _put(self, name: str, action: Callable[[], object]) -> None:
+        """Repeat an action that creates a file while it fails."""
+
+        def attempt() -> None:
+            try:
+                action()
+            except FileNotFoundError as error:  # of the bucket, or of an upload that has ended
+                raise OSError(str(error)) from None
+
+        self._patiently(name, attempt)
 
     def download(self, name: str, path: Path) -> None:
         """Create or replace a local file by one of the storage. It is complete or absent."""
@@ -204,7 +230,7 @@ class Storage:
             if self.read(name) != content:  # an attempt may succeed without an answer
                 return False
         with contextlib.suppress(FileExistsError):
-            self._patiently(name, lambda: self._files.pipe_file(path, content, mode="create"))
+            self._put(name, lambda: self._files.pipe_file(path, content, mode="create"))
         if not self._has_conditional_create:
             time.sleep(_CLAIM_PAUSE)
         return self.read(name) == content
