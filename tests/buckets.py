@@ -17,7 +17,8 @@ SECRET = "wJalrXUtnFEMIbPxRfiCYTESTTESTTESTTESTKEY"
 
 # What the proxy does to a request, given its method and path: nothing, or one of the faults.
 # 500, 503, expired, denied: the answer of S3 to such a request. reset: the connection ends without
-# an answer. truncated: half of the body. flipped: the body with another byte in its middle.
+# an answer. lost: the same, after the request was passed on. truncated: half of the body. flipped:
+# the body with another byte in its middle.
 Fault = Callable[[str, str], str]
 _REFUSALS = {
     "500": (500, "InternalError"),
@@ -88,6 +89,9 @@ def _handler(proxy: Proxy, behind: str) -> type[BaseHTTPRequestHandler]:
                     connection.request(self.command, self.path, body, dict(self.headers))
                     response = connection.getresponse()
                     status, headers, answer = response.status, response.headers, response.read()
+            if fault == "lost":
+                self.close_connection = True
+                return
             if fault == "flipped" and answer:
                 middle = len(answer) // 2
                 answer = answer[:middle] + bytes([answer[middle] ^ 1]) + answer[middle + 1 :]
