@@ -130,7 +130,9 @@ class Storage:
         while True:
             try:
                 return action()
-            except (FileNotFoundError, FileExistsError):
+            except (FileNotFoundError, FileExistsError) as error:
+                if "bucket does not exist" in str(error):  # of S3 and Google Cloud Storage
+                    raise StorageError(f"{place}: there is no such bucket; make it.") from None
                 raise
             except UserError:
                 raise
@@ -242,7 +244,9 @@ class Storage:
             self._files.invalidate_cache()
             with contextlib.suppress(FileNotFoundError):
                 found = self._files.find(self._path(folder).rstrip("/"), detail=True)
-                return {path: entry["size"] for path, entry in found.items()}
+                sizes = {path: entry["size"] for path, entry in found.items()}
+                # Consoles mark a new folder by an empty object, whose name ends in a slash.
+                return {path: size for path, size in sizes.items() if not path.endswith("/")}
             return {}
 
         root = self.address.partition("://")[2] + "/"

@@ -227,7 +227,7 @@ def test_a_damaged_cache_is_fetched_again(folder: Path, proxy: Proxy) -> None:
     [
         (ADDRESS, {"shuffle_window": 3, "cache_size": 0.0001}, "--cache_size 0.0001 is too small"),
         ("s3://bucket/nothing", {}, r"there is no manifest.json; make a set there"),
-        ("s3://nobody/set", {}, "there is no manifest.json"),
+        ("s3://nobody/set", {}, "there is no such bucket"),
     ],
 )
 def test_what_is_no_set_is_a_line(
