@@ -1,14 +1,18 @@
 """Make the rows that a recipe would train on, as a set for runs on any machine.
 
 Another recipe takes the set with --dataset FOLDER. A start after a kill makes what is missing.
-Several processes or machines that see the folder can make a part each, with --shard.
+Several processes or machines that see the folder can make a part each, with --shard. The folder may
+be in a bucket, such as s3://bucket/set.
 """
 
 import argparse
 import contextlib
+import fnmatch
 import functools
 import re
+import shutil
 import sys
+import tempfile
 import time
 from itertools import islice
 from pathlib import Path
@@ -16,26 +20,35 @@ from typing import TYPE_CHECKING
 
 from llmtrain.console import pluralize, say
 from llmtrain.errors import UserError
-from llmtrain.files import json_text, local_path
+from llmtrain.files import JsonObject, cache_folder, json_text, local_path, names_in, read_sealed
+from llmtrain.locks import file_lock
 from llmtrain.recipe_arguments import add_recipe_arguments, check_recipe
+from llmtrain.storage import Storage, is_address
 
 if TYPE_CHECKING:
     from llmtrain.data.prepare import SetMaker
     from llmtrain.data.request import DataRequest
 
 _ESTIMATED_RECORDS = 1_000
-_OWN_FILES = re.compile(r"(shard|train|eval|\.tmp)-.*|tokenizer")
+# In a folder or at an address, while a set is made.
+_OWN_FILES = re.compile(r"(shard|train|eval|\.tmp)-.*|tokenizer(/.*)?|[0-9a-f]{64}\.safetensors")
 
 EXAMPLES = (
     "llmtrain tokenize recipes/gpt.py --dataset texts.jsonl --to sets/texts",
     "llmtrain tokenize recipes/gpt.py --dataset texts --tokenizer gpt2 --to sets/texts --shard 3/8",
     "llmtrain tokenize recipes/gpt.py --dataset texts --tokenizer gpt2 --to sets/texts --finish",
+    "llmtrain tokenize recipes/gpt.py --dataset texts.jsonl --to s3://bucket/sets/texts",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
-    parser.add_argument("--to", metavar="FOLDER", required=True, help="folder of the set")
+    parser.add_argument(
+        "--to",
+        metavar="FOLDER",
+        required=True,
+        help="folder of the set, or its address at s3://, gs:// or hf://buckets/",
+    )
     parser.add_argument(
         "--shard",
         metavar="I/N",
@@ -49,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     check_recipe(arguments.recipe)
-    folder = Path(local_path(arguments.to, "--to ")).expanduser()
+    place: Path | Storage
+    if is_address(arguments.to):
+        place = Storage(arguments.to, "--to ", writable=True)
+    else:
+        place = Path(local_path(arguments.to, "--to ")).expanduser()
     part = parts = 1
     if arguments.shard is not None:
         match = re.fullmatch(r"(\d+)/(\d+)", arguments.shard)
@@ -62,11 +79,10 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.finish:
             raise UserError("--shard makes a part, and --finish needs all; leave one of them out.")
 
-    from llmtrain.data.tokenized import MANIFEST, Tokenized
     from llmtrain.planning import RowsAreMade
     from llmtrain.training.recipe_model import build_recipe_model
 
-    make = functools.partial(_make, folder, part=part, parts=parts, only_finish=arguments.finish)
+    make = functools.partial(_make, place, part=part, parts=parts, only_finish=arguments.finish)
     try:
         build_recipe_model(arguments.recipe, arguments.flags, "no", take_rows=make)
     except RowsAreMade:
@@ -76,58 +92,87 @@ def run(arguments: argparse.Namespace) -> None:
             f"{arguments.recipe} makes its rows itself, with Tokenized.of, so there is nothing to "
             "tokenise; train with it as it is."
         )
-    if not (folder / MANIFEST).exists():
+    manifest = _manifest(place)
+    if not manifest:
         print(f"part {part} of {parts} is made; when all are, start once more with --finish")
         return
 
-    rows = Tokenized.open(folder)
-    shards = [*folder.glob("*.safetensors")]
-    size = sum(shard.stat().st_size for shard in shards)
+    sizes: dict[str, int] = {}
+    for source in (*manifest["train"], *manifest["eval"]):
+        sizes |= {shard["file"]: shard["bytes"] for shard in source["shards"]}
+    metadata = manifest["metadata"]
     facts = {
-        "folder": str(folder),
-        "files": len(shards),
-        "rows": rows.metadata.train_rows + rows.metadata.eval_rows,
-        "tokens": rows.metadata.train_tokens + rows.metadata.eval_tokens,
-        "bytes": size,
+        "folder": str(place),
+        "files": len(sizes),
+        "rows": metadata["train_rows"] + metadata["eval_rows"],
+        "tokens": metadata["train_tokens"] + metadata["eval_tokens"],
+        "bytes": sum(sizes.values()),
     }
     if arguments.json:
         print(json_text(facts))
         return
     print(
-        f"{folder}: {facts['rows']:,} rows of {rows.metadata.block_size:,} tokens, "
-        f"{facts['tokens']:,} target tokens, {pluralize(len(shards), 'file')} of "
-        f"{size / 1e6:,.1f} MB\n"
-        f"to train on it: accelerate launch {arguments.recipe} --dataset {folder}"
+        f"{place}: {facts['rows']:,} rows of {metadata['block_size']:,} tokens, "
+        f"{facts['tokens']:,} target tokens, {pluralize(len(sizes), 'file')} of "
+        f"{facts['bytes'] / 1e6:,.1f} MB\n"
+        f"to train on it: accelerate launch {arguments.recipe} --dataset {place}"
     )
 
 
-def _make(folder: Path, request: "DataRequest", part: int, parts: int, only_finish: bool) -> None:
+def _manifest(place: Path | Storage) -> JsonObject:
+    """Return the manifest of a set, which is empty if the set is not complete."""
+    from llmtrain.data.tokenized import MANIFEST
+
+    if isinstance(place, Path):
+        return read_sealed(place / MANIFEST)
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(FileNotFoundError):
+        path = Path(folder, MANIFEST)
+        place.download(MANIFEST, path)
+        return read_sealed(path)
+    return {}
+
+
+def _make(
+    place: Path | Storage, request: "DataRequest", part: int, parts: int, only_finish: bool
+) -> None:
     """Make a part of a set, and the manifest unless there are other parts.
 
     Raises:
         UserError: if the rows are a set already, or if the folder has other files.
     """
     from llmtrain.data.prepare import SetMaker
-    from llmtrain.data.tokenized import MANIFEST, Tokenized
-    from llmtrain.locks import file_lock
+    from llmtrain.data.tokenized import MANIFEST
 
     if len(request.recorded) < len(request.sources):
         raise UserError("--dataset names a set, which is tokenised already; name its records.")
-    if (folder / MANIFEST).exists():
-        if Tokenized.open(folder).made_from != request.content:
+    if manifest := _manifest(place):
+        if manifest["made_from"] != request.content:
             raise UserError(
-                f"{folder} is another set: its data, tokenizer or flags differ; name another "
+                f"{place} is another set: its data, tokenizer or flags differ; name another "
                 "folder, or delete this one."
             )
-        say("set", f"{folder} is complete already", sys.stderr)
+        say("set", f"{place} is complete already", sys.stderr)
         return
-    if folder.exists() and not all(_OWN_FILES.fullmatch(path.name) for path in folder.iterdir()):
-        raise UserError(f"{folder} has other files; name a new folder with --to.")
+    storage = place if isinstance(place, Storage) else None
+    names = names_in(place) or () if isinstance(place, Path) else place.sizes()
+    if not all(map(_OWN_FILES.fullmatch, names)):
+        raise UserError(f"{place} has other files; name a new folder with --to.")
 
+    folder = place if isinstance(place, Path) else cache_folder() / "making" / request.digest()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with file_lock(folder / f".tmp-lock-{part}-{parts}", timeout=0):
-            maker = SetMaker(folder, request)
+        with (
+            file_lock(folder / f".tmp-lock-{part}-{parts}", timeout=0),
+            contextlib.ExitStack() as stack,
+        ):
+            if storage is not None:
+                # What a process that was killed has left here does not count.
+                folder = folder / f"{part}-{parts}"
+                shutil.rmtree(folder, ignore_errors=True)
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
+                for name in fnmatch.filter(names, "shard-*.json"):
+                    storage.download(name, folder / name)
+            maker = SetMaker(folder, request, storage)
             if parts > 1 or only_finish:
                 maker.check_parts()
             if not only_finish:
@@ -135,8 +180,12 @@ def _make(folder: Path, request: "DataRequest", part: int, parts: int, only_fini
                 maker.make(part, parts)
             if parts == 1:
                 maker.finish()
+                if storage is not None:
+                    for path in (*folder.glob("tokenizer/*"), folder / MANIFEST):
+                        storage.upload(path.relative_to(folder).as_posix(), path)
+                    storage.delete(fnmatch.filter(storage.sizes(), "shard-*.json"))
     except BlockingIOError:
-        raise UserError(f"{folder}: another process makes this part; wait for it.") from None
+        raise UserError(f"{place}: another process makes this part; wait for it.") from None
 
 
 def _estimate(maker: "SetMaker") -> None:

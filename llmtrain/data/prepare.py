@@ -1,8 +1,8 @@
 """Turn text, conversations or preference data into a set: shards of rows, with a manifest.
 
 The stages that a record passes are listed in :mod:`llmtrain.data`. A set is in the cache, or in a
-folder that the user has named. It is complete once it has a manifest. Until then, each shard has
-its own facts, so that a start after a kill makes only what is missing.
+folder that the user has named, or at an address. It is complete once it has a manifest. Until
+then, each shard has its own facts, so that a start after a kill makes only what is missing.
 """
 
 import contextlib
@@ -35,6 +35,7 @@ from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import (
     JsonObject,
     cache_folder,
+    digest,
     hashes_of,
     new_folder,
     read_sealed,
@@ -44,6 +45,7 @@ from llmtrain.files import (
 )
 from llmtrain.locks import file_lock
 from llmtrain.model_folders import vocabulary_of
+from llmtrain.storage import Storage
 from llmtrain.versions import versions
 
 # The records of a shard as tokens, which are encoded once, and written as the rows of each split.
@@ -102,11 +104,14 @@ class SetMaker:
     Args:
         folder: the folder of the set.
         request: the rows.
+        storage: moves each shard there, under the hashes of its files, before the next is made.
     """
 
-    def __init__(self, folder: Path, request: DataRequest) -> None:
+    def __init__(self, folder: Path, request: DataRequest, storage: Storage | None = None) -> None:
         self.folder = folder
         self.request = request
+        self.storage = storage
+        self.place = storage or folder
         vocabulary = 0 if request.tokenizer is None else vocabulary_of(request.tokenizer)
         self.readers = [
             records_of(source, request.config, request.chat, request.unpaired, vocabulary)
@@ -115,6 +120,8 @@ class SetMaker:
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer = request.tokenizer or self._trained_tokenizer()
         self.vocabulary = vocabulary_of(self.tokenizer)
+        # A trained tokenizer depends on the version of its library, too.
+        self.digest = digest({**request.content, "tokenizer": tok.digest(self.tokenizer)})
         # That of ``auto`` is known when all records are encoded.
         self.length = 0 if request.max_length == "auto" else request.max_length
 
@@ -250,16 +257,16 @@ class SetMaker:
             UserError: if it belongs to another set.
         """
         facts = read_sealed(self._facts_path(source, number))
-        if facts and facts["set"] != self.request.digest():
+        if facts and facts["set"] != self.digest:
             raise UserError(
-                f"{self.folder} has shards of another set: its data, tokenizer or flags differ; "
+                f"{self.place} has shards of another set: its data, tokenizer or flags differ; "
                 "name another folder, or delete this one."
             )
         return facts
 
     def _write(self, source: int, number: int, shard: EncodedShard) -> None:
         """Write the files of a shard, and then its facts."""
-        facts: JsonObject = {"set": self.request.digest()}
+        facts: JsonObject = {"set": self.digest}
         for split in self.request.recorded[source].splits:
             path = self.folder / f"{split}-{source}-{number:05}.safetensors"
             working = path.with_name(f".tmp-{path.name}")
@@ -267,7 +274,17 @@ class SetMaker:
             sync(working)
             working.rename(path)
             facts[split] = {"audit": asdict(audit), **facts_of(path)}
-        write_sealed(self._facts_path(source, number), facts)
+            if self.storage is not None:
+                name = f"{facts[split]['sha256']}.safetensors"
+                if self.storage.sizes(name).get(name) != facts[split]["bytes"]:
+                    self.storage.upload(name, path)
+                facts[split]["file"] = name
+                path.unlink()
+
+        facts_path = self._facts_path(source, number)
+        write_sealed(facts_path, facts)
+        if self.storage is not None:
+            self.storage.upload(facts_path.name, facts_path)
 
     def finish(self) -> None:
         """Write the manifest.
@@ -284,7 +301,7 @@ class SetMaker:
             missing = [str(shard + 1) for shard, facts in enumerate(shards) if not facts]
             if missing:
                 raise UserError(
-                    f"{self.folder}: {pluralize(len(missing), 'shard')} of {source.name} "
+                    f"{self.place}: {pluralize(len(missing), 'shard')} of {source.name} "
                     f"{is_or_are(len(missing))} missing, such as number {missing[0]}; make all "
                     "parts, and then finish."
                 )

@@ -81,7 +81,7 @@ def test_parts_make_the_same_set_as_one_process(tmp_path, capsys, flags):
         ("--shard 1/2 --max_train_samples 9", "--max_train_samples needs all records"),
         ("--finish --max_train_samples 9", "--max_train_samples needs all records"),
         ("--shard 1/2 --eval_fraction 0.0001", "chooses none, or most) needs all records"),
-        ("--to s3://bucket/set", "is an address, not a path"),
+        ("--to https://host/set", "is no address that can be written"),
     ],
 )
 def test_what_cannot_be_made_is_one_line(words, error, tmp_path, capsys, flags):
