@@ -21,7 +21,8 @@ from llmtrain.console import in_notebook, rank
 from llmtrain.errors import UserError
 
 _OPTIONS = ("help", "help_all", "config", "print_config")  # flags that are no settings
-_FLAGS_WITH_PLACEHOLDERS = ("run_name", "output_dir")  # which may have the run's name
+# "output_dir" may have the name of the run.
+_FLAGS_WITH_PLACEHOLDERS = ("run_name", "output_dir", "mirror")
 S = TypeVar("S")
 
 

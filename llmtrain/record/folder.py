@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from llmtrain.redaction import redacted
 
 # Files with a line for each step or evaluation. A resumed run drops the lines of steps it repeats.
 # A run that extends another one begins with copies of them.
-_LOGS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl")
+LOGS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl")
 
 
 class RunFolder:
@@ -37,6 +38,7 @@ class RunFolder:
         self.path = path
         self.start_id = start_id
         self.is_main = is_main
+        self._status_lock = threading.Lock()  # for the threads of the run and of its mirror
 
     def begin(self, step: int, extends: JsonObject | None = None) -> None:
         """Delete files that a killed process left half-written, and log entries after ``step``.
@@ -54,7 +56,7 @@ class RunFolder:
                 leftover.unlink()  # a file or a link
             shutil.rmtree(leftover, ignore_errors=True)
 
-        for name in _LOGS:
+        for name in LOGS:
             log = self.path / name
             copy_lines_up_to(log, log, step)
             if extends is not None and not log.exists():
@@ -77,7 +79,7 @@ class RunFolder:
         Call this before a checkpoint is written: the log of its steps is then as durable as the
         checkpoint.
         """
-        for name in _LOGS:
+        for name in LOGS:
             path = self.path / name
             if path.exists():
                 sync(path)
@@ -112,9 +114,19 @@ class RunFolder:
             "host": platform.node(),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
-        write_json(self.path / "status.json", status)
+        path = self.path / "status.json"
+        with self._status_lock:
+            write_json(path, status | {"mirrored_step": read_object(path).get("mirrored_step")})
         if state not in ("finished", "running"):
             self.record_event(step, state, reason)
+
+    def set_mirrored_step(self, step: int) -> None:
+        """Write into ``status.json`` which checkpoint is the newest one that the mirror has."""
+        path = self.path / "status.json"
+        with self._status_lock:
+            status = read_object(path)
+            if status.get("mirrored_step") != step and not self.is_taken_over():
+                write_json(path, status | {"mirrored_step": step})
 
     def is_taken_over(self) -> bool:
         """Return whether another start of the run writes here.

@@ -37,6 +37,7 @@ _LOCAL_FLAGS = {
     "output_dir",
     "run_name",
     "resume_from_checkpoint",
+    "mirror",
     "report_to",
 }
 # Keys of a fingerprint that have hashes, and what run.json says about that which was hashed.

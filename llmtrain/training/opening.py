@@ -23,6 +23,7 @@ from llmtrain.parallel.placement import parameter_counts
 from llmtrain.parallel.ranks import Ranks, ranks_of
 from llmtrain.planning import current_plan
 from llmtrain.record.folder import RunFolder
+from llmtrain.record.mirror import Mirror
 from llmtrain.record.resume import ResumePoint, choose_folder
 from llmtrain.record.run_record import check_ranks_agree, run_description, run_record
 from llmtrain.record.saver import Saver
@@ -272,7 +273,12 @@ def _recorded(run: Run, settings: dict[str, JsonObject], description: JsonObject
 
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(stop_signals(run.status.ask_to_stop))
-        contexts.enter_context(_failures_recorded(run))
+        mirror = None
+        if run.ranks.is_main and run.settings.run.mirror is not None:
+            run_id = run.resume_point.run_id
+            mirror = Mirror(run.settings.run.mirror, run.writer, run_id, run.record_event)
+        contexts.enter_context(_failures_recorded(run, mirror))
+        run.ranks.on_main(lambda: None if mirror is None else mirror.start())
         run.metrics_log.start(run.settings.run.trackers, _tracked(run, record))
         if run.metrics_log.addresses:
             run.writer.write("run.json", record | {"trackers": run.metrics_log.addresses})
@@ -282,11 +288,14 @@ def _recorded(run: Run, settings: dict[str, JsonObject], description: JsonObject
             run.writer.set_status(run.status.state, run.step, run.status.reason)
         model = run.folder / "model" if run.is_finished else None
         run.metrics_log.close(exit_code=0, model=model)
+        if mirror is not None:
+            leave_group()  # no rank waits for the last upload
+            mirror.close()
 
 
 @contextlib.contextmanager
-def _failures_recorded(run: Run) -> Iterator[None]:
-    """Record an error that ends the block in ``status.json``, and end the trackers' runs."""
+def _failures_recorded(run: Run, mirror: Mirror | None) -> Iterator[None]:
+    """Record an error that ends the block in ``status.json``, and end what follows the run."""
     try:
         yield
     except KeyboardInterrupt:  # second Ctrl-C: exit without saving or waiting for trackers
@@ -301,6 +310,8 @@ def _failures_recorded(run: Run) -> Iterator[None]:
         # Record it again, because a save in the background may have written "running".
         run.record_failure(reason)
         run.metrics_log.close(exit_code=1)
+        if mirror is not None:
+            mirror.close()
         raise
 
 

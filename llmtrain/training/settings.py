@@ -11,6 +11,7 @@ from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject, local_path
 from llmtrain.parallel.config import ParallelConfig
+from llmtrain.storage import Storage
 
 
 def _check_steps(config: Config, minimum: int, name: str) -> None:
@@ -367,6 +368,12 @@ class RunConfig(Config):
         "new run; or the folder of a run or of a checkpoint to resume from",
         metavar="RUN",
     )
+    mirror: str | None = flag(
+        None,
+        "address, such as s3://bucket/gpt, that gets a copy of the run while it goes on",
+        metavar="URL",
+        hidden=True,
+    )
     push_to_hub: str | None = flag(
         None,
         "upload the finished model to this repository on the Hugging Face hub; a new repository is "
@@ -401,6 +408,8 @@ class RunConfig(Config):
             raise UserError("--output_dir is empty; name a folder for the run.")
         bucket = ", and the bucket with --mirror"
         local_path(self.output_dir, "--output_dir ", remedy=bucket)
+        if self.mirror is not None:
+            Storage(self.mirror, "--mirror ", writable=True)  # checks the address
         local_path(self.resume_from_checkpoint, "--resume_from_checkpoint ")
         if (self.push_to_hub or "").lower() in ("true", "false"):  # a switch in transformers
             raise UserError(

@@ -1,0 +1,192 @@
+"""A copy of a run in object storage, which follows the run and outlives its machine.
+
+At the address, files have the names that they have in the run folder. ``claim.json`` names the run
+that writes there. A checkpoint gets its manifest last, and loses it first: without a manifest, it
+does not count as a checkpoint.
+"""
+
+import json
+import platform
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+from llmtrain.console import say
+from llmtrain.errors import UserError, first_line
+from llmtrain.files import json_text, read_object
+from llmtrain.record.checkpoint import MANIFEST, checkpoints
+from llmtrain.record.folder import LOGS, RunFolder
+from llmtrain.storage import Storage, StorageError
+
+_CLAIM = "claim.json"
+_START_SECONDS = 15.0  # for the storage to refuse, before training begins without an answer
+_CLOSE_SECONDS = 3600.0  # for the last upload
+_PAUSE_SECONDS = 15.0  # between two uploads
+
+
+class ClaimError(UserError):
+    """An address belongs to another run, or to a later start of this run."""
+
+
+class Mirror:
+    """Uploads what a run writes, on a thread. The run waits for it only at its end.
+
+    An upload that fails is an event, and the next one tries again. There is one exception: a
+    storage that refuses at once when a run starts, because of a wrong name or an expired login.
+    :meth:`start` raises that error, because the user is still there to correct it. If the run has
+    been mirrored before, as in a restart by a launcher, it is an event like any other.
+
+    The claim of another run ends the run if it is found at the start, and otherwise the mirroring.
+
+    Args:
+        address: the folder in object storage.
+        writer: writes the run folder.
+        run_id: the id of the run. Only one run may use an address.
+        record_event: prints an event of a kind, and records it in the run folder.
+    """
+
+    def __init__(
+        self, address: str, writer: RunFolder, run_id: str, record_event: Callable[[str, str], None]
+    ) -> None:
+        self.storage = Storage(address, "--mirror ", writable=True)
+        self.writer = writer
+        self.claim = {
+            "run_id": run_id,
+            "start_id": writer.start_id,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "host": platform.node(),
+        }
+        self._record_event = record_event
+        self._has_claim = False
+        self._is_failing = False
+        self._is_ending = threading.Event()
+        self._complete: set[int] = set()  # steps of checkpoints that are there
+        self._thread = threading.Thread(target=self._follow, name="llmtrain-mirror", daemon=True)
+
+    def start(self) -> None:
+        """Claim the address, and begin to upload.
+
+        Raises:
+            UserError: if another run has claimed the address, or if the storage refuses.
+        """
+        claiming = ThreadPoolExecutor(1).submit(self._take_claim)
+        wait([claiming], timeout=_START_SECONDS)
+        # Without an answer, the first upload claims the address.
+        error = claiming.exception() if claiming.done() else None
+        mirrored_step = read_object(self.writer.path / "status.json").get("mirrored_step")
+        if isinstance(error, ClaimError) or (error is not None and mirrored_step is None):
+            raise error
+        self._thread.start()
+
+    def close(self) -> None:
+        """Upload the rest, and wait for it."""
+        self._is_ending.set()
+        if self._thread.is_alive():  # it has begun, and has not lost its claim
+            say("mirror", f"uploads the rest to {self.storage}")
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _follow(self) -> None:
+        """Upload what the run writes, until it ends or another one has the address."""
+        is_last = False
+        while not is_last:
+            # A run that ends does not wait for the pause, and gets one more upload.
+            is_last = self._is_ending.wait(_PAUSE_SECONDS)
+            try:
+                self._take_claim()
+                self._upload(is_last)
+                self._is_failing = False
+            except Exception as error:  # of the storage, the disk, or a library
+                has_lost = isinstance(error, ClaimError)
+                if has_lost or not self._is_failing:
+                    self._record_event("mirror", f"{first_line(error)} The run goes on.")
+                is_last = is_last or has_lost
+                self._is_failing = True
+                # A new session reads a login that was renewed.
+                self.storage = Storage(str(self.storage), "--mirror ", writable=True)
+
+    def _take_claim(self) -> None:
+        """Claim the address, or check that this start still has it.
+
+        Raises:
+            ClaimError: if another run has it, or if a later start of this run has taken it over.
+        """
+        content = json_text(self.claim).encode()
+        if not self.storage.create(_CLAIM, content):
+            other = json.loads(self.storage.read(_CLAIM))
+            if self._has_claim or other["run_id"] != self.claim["run_id"]:
+                raise ClaimError(
+                    f"--mirror {self.storage} is claimed by run {other['run_id']} on "
+                    f"{other['host']} since {other['time']}; choose another address."
+                )
+            self.storage.write(_CLAIM, content)
+        self._has_claim = True
+
+    def _upload(self, is_last: bool) -> None:
+        """Upload the logs and the newest checkpoint; at the end of the run, all that it has."""
+        folder = self.writer.path
+        paths = [folder / name for name in ("run.json", "events.jsonl", *LOGS)]
+        saved = checkpoints(folder / "checkpoints")
+        missing = [path for path in saved if _step_of(path) not in self._complete]
+        if is_last:
+            paths += folder.glob("model/**/*")
+        else:
+            missing = missing[-1:]  # while older ones were uploaded, a newer one might come
+
+        # Object stores cannot append, so a log is uploaded whole.
+        for path in paths:
+            if path.is_file():
+                self.storage.upload(path.relative_to(folder).as_posix(), path)
+        for path in reversed(missing):
+            self._upload_checkpoint(path)
+        if self._complete:
+            self._prune()
+            self.writer.set_mirrored_step(max(self._complete))
+        # At the address, a run is finished only if its model is there.
+        status = folder / "status.json"
+        if is_last or read_object(status).get("state") == "running":
+            self.storage.upload(status.name, status)
+
+    def _upload_checkpoint(self, path: Path) -> None:
+        """Upload a checkpoint, unless it is there, or the run deletes it meanwhile.
+
+        Raises:
+            StorageError: if a file has not arrived in full.
+        """
+        place = f"checkpoints/{path.name}"
+        manifest_name = f"{place}/{MANIFEST}"
+        try:
+            manifest = (path / MANIFEST).read_bytes()
+            # After a crash, a run may have made the same step again with other bits.
+            present = {manifest_name} & self.storage.sizes(place).keys()
+            if not present or self.storage.read(manifest_name) != manifest:
+                self.storage.delete(present)
+                files = json.loads(manifest)["files"]
+                for name in files:
+                    self.storage.upload(f"{place}/{name}", path / name)
+                sizes = self.storage.sizes(place)
+                if any(sizes.get(f"{place}/{name}") != files[name]["bytes"] for name in files):
+                    raise StorageError(f"{self.storage}/{place} has not arrived in full.")
+                self.storage.write(manifest_name, manifest)
+            self._complete.add(_step_of(path))
+        except FileNotFoundError:
+            if path.exists():  # so it was the storage that lacks something
+                raise
+
+    def _prune(self) -> None:
+        """Delete checkpoints that are older than two complete ones, unless the run has them."""
+        *_, second, _ = [0, *sorted(self._complete)]
+        folder = self.writer.path
+        doomed = []
+        for name in self.storage.sizes("checkpoints"):
+            path = folder.joinpath(*Path(name).parts[:2])
+            if _step_of(path) < second and not path.exists():
+                self._complete.discard(_step_of(path))
+                doomed.append(name)
+        # First the manifests: half of a checkpoint must not count as one.
+        self.storage.delete(sorted(doomed, key=lambda name: not name.endswith(MANIFEST)))
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
