@@ -10,6 +10,7 @@ import importlib.util
 import re
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -220,6 +221,19 @@ class Storage:
             working.replace(path)
         finally:
             working.unlink(missing_ok=True)
+
+    def download_all(self, names: Iterable[str], folder: Path) -> None:
+        """Download files into a folder, several at a time. Those that are absent are passed over.
+
+        So are those whose name leads out of the folder.
+        """
+
+        def download(name: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self.download(name, folder / name)
+
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(download, [name for name in names if ".." not in Path(name).parts]))
 
     def create(self, name: str, content: bytes) -> bool:
         """Create a file, unless it exists, and return whether this call has created it.

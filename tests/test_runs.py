@@ -242,11 +242,9 @@ def list_runs(capsys: pytest.CaptureFixture[str], flags: str) -> list[list[str]]
 @pytest.fixture
 def two_runs(tmp_path: Path) -> Path:
     """Make a folder with the run "old", which has no loss, and "sweep/new", which was killed."""
-    old = make_run(tmp_path / "runs/old", PREEMPTED)
-    for path in old.iterdir():
-        os.utime(path, (1e9, 1e9))
-
+    make_run(tmp_path / "runs/old", PREEMPTED)
     running = PREEMPTED | {"state": "running", "host": platform.node()}
+    running["time"] = "2026-02-01T00:00:00+0000"
     new = make_run(tmp_path / "runs/sweep/new", running)
     write_json(new / "run.json", {"format_version": 2, "settings": {"max_steps": {"value": 60}}})
     (new / "metrics.jsonl").write_text(

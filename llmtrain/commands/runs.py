@@ -14,8 +14,9 @@ from pathlib import Path
 
 from llmtrain.console import duration_text, note, printable, say, size_text
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import JsonObject, UnreadableError, json_text
+from llmtrain.files import JsonObject, UnreadableError, json_text, local_path
 from llmtrain.record.history import History, is_run, runs_in
+from llmtrain.storage import Storage, is_address
 
 EXAMPLES = (
     "llmtrain runs",
@@ -41,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="FOLDER",
-        help="the folder whose runs are listed (default: runs); or the word check, followed by a "
-        "run",
+        help="the folder or address whose runs are listed (default: runs); or the word check, "
+        "followed by a run folder",
     )
     parser.add_argument(
         "--sort",
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError(
                 "--finished takes one run, and no --sort: llmtrain runs --finished RUN."
             )
-        history = History.of_run(Path(arguments.finished))
+        history = History.at(arguments.finished)
         if arguments.json:
             content = {"run": arguments.finished, "state": history.state, "step": history.step}
             print(json_text(content, indent=1))
@@ -80,11 +81,11 @@ def run(arguments: argparse.Namespace) -> None:
     if len(folders) != 1:
         raise UserError("give one folder: llmtrain runs [FOLDER], or llmtrain runs check RUN.")
 
-    path = Path(folders[0])
+    path = Path(local_path(folders[0]) if should_check else folders[0])
     try:
         if should_check:
             sys.exit(0 if _check(path, arguments.json) else 1)
-        _list(path, sort_key=arguments.sort, as_json=arguments.json)
+        _list(folders[0], sort_key=arguments.sort, as_json=arguments.json)
     except BrokenPipeError:  # an OSError, but not one of the folder: `llmtrain runs | head`
         raise
     except OSError as error:
@@ -96,30 +97,36 @@ def run(arguments: argparse.Namespace) -> None:
 # --- list
 
 
-def _list(path: Path, sort_key: str, as_json: bool) -> None:
-    """Print the runs in a folder, those with the smallest value of the key first."""
-    if not path.is_dir():
-        raise UserError(f"{path} is not a folder; name the folder that holds the runs.")
+def _list(place: str, sort_key: str, as_json: bool) -> None:
+    """Print the runs in a folder or at an address.
+
+    Those with the smallest value of the key come first.
+    """
+    if is_address(place):
+        files = Storage(place).sizes()
+        folders = [name.rpartition("/")[0] for name in files if Path(name).name == "run.json"]
+        names = [f"{place.rstrip('/')}/{folder}".rstrip("/") for folder in sorted(folders)]
+    elif Path(place).is_dir():
+        names = [str(folder) for folder in runs_in(Path(place))]
+    else:
+        raise UserError(f"{place} is not a folder; name the folder that holds the runs.")
 
     runs: list[JsonObject] = []
     refusals = []
-    for folder in runs_in(path):
+    for name in names:
         try:
-            history = History.of_run(folder)
+            history = History.at(name)
         except UserError as error:  # another version of llmtrain has written it
             refusals.append(str(error))
             continue
-        # The age is the time since a run last wrote to its folder.
-        files = [folder / name for name in ("metrics.jsonl", "status.json", "run.json")]
-        newest = max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
-        losses = {name: history.latest(key) for name, key in _LOSSES.items()}
+        losses = {loss: history.latest(key) for loss, key in _LOSSES.items()}
         run = {
-            "run": str(folder),
+            "run": name,
             "state": history.state,
             "step": history.step,
             "max_steps": history.settings.get("max_steps"),
             **losses,
-            "age": round(max(0.0, time.time() - newest), 1),
+            "age": round(max(0.0, time.time() - history.time), 1),
         }
         runs.append(run)
 
@@ -128,7 +135,7 @@ def _list(path: Path, sort_key: str, as_json: bool) -> None:
     runs.sort(key=lambda run: run["age"])
     runs.sort(key=lambda run: _sort_value(run[sort_key]))
     if not runs and not refusals and not as_json:
-        raise UserError(f"{path} contains no runs.")
+        raise UserError(f"{place} contains no runs.")
     for refusal in refusals:
         note(refusal)
     if as_json:

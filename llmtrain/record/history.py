@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import platform
+import tempfile
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -16,9 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from llmtrain.errors import UserError
 from llmtrain.files import json_lines, names_in, read_object
 from llmtrain.record.run_record import read_versioned, start_times
+from llmtrain.storage import Storage, is_address
 
 if TYPE_CHECKING:
     from llmtrain.files import JsonObject
+
+
+RECORDS = ("run.json", "metrics.jsonl", "events.jsonl", "samples.jsonl")
 
 
 class History(NamedTuple):
@@ -31,6 +36,24 @@ class History(NamedTuple):
     events: list[JsonObject]  # events.jsonl, an item for each event
     samples: list[JsonObject]  # samples.jsonl
     is_in_progress: bool | None  # whether a process holds the run's lock; None: not known
+    address: str = ""  # which the files were copied from; the copy is gone
+
+    @classmethod
+    def at(cls, name: str) -> History:
+        """Read the run in a folder, or at an address.
+
+        Raises:
+            UserError: as :meth:`of_run` does, or if the storage does not answer.
+        """
+        if not is_address(name):
+            return cls.of_run(Path(name))
+        with tempfile.TemporaryDirectory(prefix="llmtrain-run-") as copy:
+            Storage(name).download_all([*RECORDS, "status.json"], Path(copy))
+            try:
+                history = cls.of_run(Path(copy))
+            except UserError as error:
+                raise UserError(str(error).replace(copy, name)) from None
+        return history._replace(address=name, is_in_progress=None)
 
     @classmethod
     def of_run(cls, folder: Path) -> History:
@@ -81,6 +104,13 @@ class History(NamedTuple):
         if self.entries:
             candidates.append(self.entries[-1].get("step"))
         return max((step for step in candidates if isinstance(step, int)), default=0)
+
+    @property
+    def time(self) -> float:
+        """When the run last recorded anything, in seconds since 1970; 0 if that is not known."""
+        times = [seconds_of(entry.get("time")) for entry in (self.status, *self.starts)]
+        times.append(self.latest("time"))
+        return max((time for time in times if time is not None), default=0.0)
 
     @property
     def settings(self) -> JsonObject:
@@ -172,7 +202,7 @@ class History(NamedTuple):
         if self.is_in_progress:
             line += "; in progress, a process holds its lock"
         elif state == "running" and self.is_in_progress is None:
-            line += "; whether a process still runs it is not known, because its lock fails"
+            line += "; whether a process still runs it is not known: its lock cannot be read"
         elif state == "running":
             line += "; no process holds its lock: it was killed"
             if self._is_elsewhere:

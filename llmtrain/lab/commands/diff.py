@@ -8,7 +8,6 @@ otherwise.
 import argparse
 import math
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 from llmtrain.console import labelled, printable
@@ -82,7 +81,7 @@ _LARGEST_GROWTH = 30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "llmtrain diff RUN_A RUN_B [--json]"
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="one of two run folders")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run: a folder or an address")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -92,7 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
             "runs, llmtrain report or llmtrain compare."
         )
     name_a, name_b = arguments.runs
-    difference = diff_runs(History.of_run(Path(name_a)), History.of_run(Path(name_b)))
+    difference = diff_runs(History.at(name_a), History.at(name_b))
     first = difference.first
     if arguments.json:
         content = difference._asdict() | {

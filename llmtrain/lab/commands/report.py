@@ -44,23 +44,23 @@ class Event(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run: a folder or an address")
     parser.add_argument(
         "--output",
         type=local_path,
         metavar="FILE",
         help="the file to write (default: report.html in the run folder, or in the current folder "
-        "if there are several runs)",
+        "if there are several runs, or an address)",
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    runs = [History.of_run(Path(folder)) for folder in arguments.runs]
+    runs = [History.at(name) for name in arguments.runs]
     if arguments.json:
         print(json_text(summary(runs), indent=1))
         return
 
-    default = (runs[0].folder if len(runs) == 1 else Path()) / "report.html"
+    default = (Path() if len(runs) > 1 or runs[0].address else runs[0].folder) / "report.html"
     path = Path(arguments.output or default)
     try:
         path.write_text(html(runs), encoding="utf-8", errors="replace")

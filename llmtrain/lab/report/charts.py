@@ -4,6 +4,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from llmtrain.files import JsonObject
 from llmtrain.phase_names import PHASES, describe_phase
@@ -70,9 +71,9 @@ def charts(runs: Sequence[History]) -> list[JsonObject]:
 
 def run_names(runs: Sequence[History]) -> list[str]:
     """Return a short name for each run: its folder's name, or the path if two names are equal."""
-    names = [run.folder.absolute().name for run in runs]
+    names = [Path(run.address or run.folder).absolute().name for run in runs]
     if len(set(names)) < len(names):
-        return [str(run.folder) for run in runs]
+        return [run.address or str(run.folder) for run in runs]
     return names
 
 
