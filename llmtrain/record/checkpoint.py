@@ -50,7 +50,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_valid(
-    folder: Path, set_aside: bool = False, fingerprint: str | None = None
+    folder: Path, set_aside: bool = False, fingerprint: str | None = None, has_mirror: bool = False
 ) -> Path | None:
     """Return the newest intact checkpoint, or ``None`` if the run has never saved one.
 
@@ -58,6 +58,7 @@ def newest_valid(
         folder: the run's ``checkpoints`` folder.
         set_aside: rename damaged checkpoints, so that no later start reads them again.
         fingerprint: sha256 of the run's fingerprint. A checkpoint of another run counts as damaged.
+        has_mirror: return ``None``, too, if no checkpoint is intact: the mirror may have one.
 
     Raises:
         UserError: if there are checkpoints, and none is intact: starting from the beginning would
@@ -75,7 +76,7 @@ def newest_valid(
             path.rename(next(name for name in names if not name.exists()))
 
     for name in names_in(folder) or []:
-        if name.startswith("damaged-") or _NAME.fullmatch(name):
+        if not has_mirror and (name.startswith("damaged-") or _NAME.fullmatch(name)):
             raise UserError(
                 f"no checkpoint in {folder} is intact; use --resume_from_checkpoint never to start "
                 "a new run."

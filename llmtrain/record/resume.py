@@ -15,12 +15,14 @@ from llmtrain.files import JsonObject, digest, json_text, names_in, read_object
 from llmtrain.locks import file_lock
 from llmtrain.record import checkpoint
 from llmtrain.record.history import candidate_folders, is_free, seconds_of
+from llmtrain.record.remote_runs import RemoteRun
 from llmtrain.record.run_record import (
     difference,
     first_difference,
     read_versioned,
     start_times,
 )
+from llmtrain.storage import is_address
 
 _WAIT_SECONDS = 60.0  # for an unfinished run whose lock another process still holds
 _READER_SECONDS = 1.0  # for a process that only checks whether a run is in progress
@@ -55,13 +57,14 @@ class ResumePoint(NamedTuple):
 class _Request(NamedTuple):
     """What a start was asked for, and what it is about to train."""
 
-    resume: str  # auto, never, or the folder of a run or of a checkpoint
-    named: Path | None  # the checkpoint in that folder
+    resume: str  # auto, never, or the folder or address of a run or of a checkpoint
     is_restart: bool  # whether Slurm or the launcher has restarted this command
     run_id: str | None  # which a sweep has chosen
     fingerprint: JsonObject  # as it is read from a file
     fingerprint_sha256: str
     record: JsonObject  # what run.json will say about the data and the settings
+    named: Path | None = None  # the checkpoint that `resume` names
+    remote: RemoteRun | None = None  # this very run, if `resume` is its address
 
 
 @contextlib.contextmanager
@@ -80,7 +83,7 @@ def choose_folder(
     Args:
         output_dir: the folder that the user asked for. If another run has it, the run gets the
             same name with -2, -3, ... at its end.
-        resume: ``auto``, ``never``, or the folder of a run or of a checkpoint.
+        resume: ``auto``, ``never``, or the folder or address of a run or of a checkpoint.
         fingerprint: the fingerprint of this run. Only a run of the same fingerprint is resumed.
         record: what ``run.json`` will say about the data and the settings, for error messages.
         run_id: the id of the run, if a sweep has chosen it. Only a run of this id is resumed.
@@ -92,7 +95,6 @@ def choose_folder(
     """
     request = _Request(
         resume=resume,
-        named=None,
         is_restart=any(os.environ.get(name, "0") != "0" for name in _RESTART_COUNTS),
         run_id=run_id,
         # Numbers as keys become strings, and tuples become lists.
@@ -100,7 +102,15 @@ def choose_folder(
         fingerprint_sha256=digest(fingerprint),
         record=record or {},
     )
-    if resume not in ("auto", "never"):
+    if is_address(resume):
+        remote = RemoteRun(resume)
+        # A checkpoint that is named is where another run begins.
+        names_run = "/checkpoints/step-" not in resume
+        if names_run and remote.fingerprint_sha256 == request.fingerprint_sha256:
+            request = request._replace(remote=remote, run_id=remote.run_id)
+        else:
+            request = request._replace(named=_named_checkpoint(remote.cached_checkpoint(), request))
+    elif resume not in ("auto", "never"):
         request = request._replace(named=_named_checkpoint(Path(resume), request))
 
     with contextlib.ExitStack() as lock:
@@ -222,8 +232,14 @@ def _resume_point(
     own = None
     if earlier_record:
         own = checkpoint.newest_valid(
-            folder / "checkpoints", set_aside=True, fingerprint=request.fingerprint_sha256
+            folder / "checkpoints",
+            set_aside=True,
+            fingerprint=request.fingerprint_sha256,
+            has_mirror=request.remote is not None,
         )
+    if request.remote is not None:
+        own = request.remote.newest_checkpoint(folder, own)
+        earlier_record = read_versioned(folder / "run.json")
     path = own or request.named
     state = {}
     extends = earlier_record.get("extends")
@@ -299,7 +315,7 @@ def _named_checkpoint(path: Path, request: _Request) -> Path:
         UserError: if there is no such checkpoint, if it is damaged, or if it has another
             fingerprint.
     """
-    flag = f"--resume_from_checkpoint {path}"
+    flag = f"--resume_from_checkpoint {request.resume}"
     if (path / "checkpoints").is_dir():
         named = checkpoint.newest_valid(path / "checkpoints")
         if named is None:

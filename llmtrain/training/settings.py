@@ -11,7 +11,7 @@ from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject, local_path
 from llmtrain.parallel.config import ParallelConfig
-from llmtrain.storage import Storage
+from llmtrain.storage import Storage, is_address
 
 
 def _check_steps(config: Config, minimum: int, name: str) -> None:
@@ -365,7 +365,7 @@ class RunConfig(Config):
     resume_from_checkpoint: str = flag(
         "auto",
         "auto: resume an unfinished run with the same settings, if there is one; never: start a "
-        "new run; or the folder of a run or of a checkpoint to resume from",
+        "new run; or the folder or address (s3://...) of a run or of a checkpoint to resume from",
         metavar="RUN",
     )
     mirror: str | None = flag(
@@ -410,7 +410,10 @@ class RunConfig(Config):
         local_path(self.output_dir, "--output_dir ", remedy=bucket)
         if self.mirror is not None:
             Storage(self.mirror, "--mirror ", writable=True)  # checks the address
-        local_path(self.resume_from_checkpoint, "--resume_from_checkpoint ")
+        if is_address(self.resume_from_checkpoint):
+            Storage(self.resume_from_checkpoint, "--resume_from_checkpoint ")
+        else:
+            local_path(self.resume_from_checkpoint, "--resume_from_checkpoint ")
         if (self.push_to_hub or "").lower() in ("true", "false"):  # a switch in transformers
             raise UserError(
                 f"--push_to_hub {self.push_to_hub}: name the repository, such as NAME/MODEL, or "

@@ -1,9 +1,10 @@
-"""A mirror reads like the folder of its run."""
+"""A run whose machine is gone goes on from its mirror, and a mirror reads like the run's folder."""
 
 import json
 import re
 import shlex
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from llmtrain.storage import Storage
 from tests.buckets import bucket_server
 from tests.command_line import run_cli
 from tests.forked import run_forked
-from tests.launching import GPT, PYTHON, TINY, read_json
+from tests.launching import GPT, PYTHON, TINY, interrupt, read_json, series, torchrun
+from tests.record.checkpoint_files import tensors_digest
 
 FLAGS = [*TINY, *shlex.split("--max_steps 40 --save_steps 10 --dropout 0.1 --bitwise --log_rows")]
 
@@ -44,6 +46,58 @@ def upload(folder: Path, address: str) -> str:
         if not name.startswith((".", "model/", "checkpoints/.")):
             storage.upload(name, folder / name)
     return address
+
+
+def test_a_run_of_two_processes_goes_on_from_its_mirror_on_one_with_the_same_bits(
+    bucket: str, text_file: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "first" / "run"
+    flags = [GPT, *FLAGS, "--dataset", str(text_file), "--output_dir"]
+    interrupt([*torchrun(2), *flags, str(folder)], folder, signal.SIGKILL, 15)
+    record = read_json(folder / "run.json")
+    mirror = upload(folder, f"{bucket}/killed")
+    shutil.rmtree(folder)
+
+    resumed = tmp_path / "second" / "run"
+    command = [*PYTHON, *flags, str(resumed), "--resume_from_checkpoint", mirror]
+    env = {"LLMTRAIN_CACHE": str(tmp_path / "cache")}
+    ended = run_forked(command, env).assert_ok()
+
+    assert f"uses {mirror}/checkpoints/step-" in ended.out
+    last = "checkpoints/step-00000040"
+    assert tensors_digest(resumed / last) == tensors_digest(undisturbed / last)
+    assert (resumed / "rows.jsonl").read_text() == (undisturbed / "rows.jsonl").read_text()
+    assert series(resumed, "train/loss") == series(undisturbed, "train/loss")
+    new_record = read_json(resumed / "run.json")
+    assert new_record["run_id"] == record["run_id"]
+    assert [start["processes"] for start in new_record["starts"]] == [2, 1]
+
+
+def test_a_run_with_another_learning_rate_extends_the_one_at_the_address(
+    bucket: str, text_file: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    mirror = upload(undisturbed, f"{bucket}/extended")
+    flags = ["--dataset", str(text_file), "--output_dir"]
+
+    def run_from(name: str, checkpoint: str, *more: str) -> tuple[Path, str]:
+        command = [*torchrun(2), GPT, *FLAGS, *flags, str(tmp_path / name), *more]
+        env = {"LLMTRAIN_CACHE": str(tmp_path / "cache")}
+        ended = run_forked([*command, "--resume_from_checkpoint", checkpoint], env)
+        return tmp_path / name, ended.err if ended.status else ended.assert_ok().out
+
+    step = "checkpoints/step-00000030"
+    rate = shlex.split("--learning_rate 0.001")
+    local, _ = run_from("local", f"{undisturbed}/{step}", *rate)
+    remote, out = run_from("remote", f"{mirror}/{step}", *rate)
+    _, refusal = run_from("other", mirror, "--seed", "1")
+
+    assert f"uses {mirror}/{step}, which is intact" in out
+    last = "checkpoints/step-00000040"
+    assert tensors_digest(remote / last) == tensors_digest(local / last)
+    assert (remote / "rows.jsonl").read_text() == (local / "rows.jsonl").read_text()
+    extends = [read_json(folder / "run.json")["extends"] for folder in (local, remote)]
+    assert [entry["run_id"] for entry in extends] == [extends[0]["run_id"]] * 2
+    assert f"error: --resume_from_checkpoint {mirror} differs in seed: 0 there, 1 here" in refusal
 
 
 @pytest.mark.parametrize(
