@@ -103,20 +103,18 @@ class Storage:
         scheme = self.address.partition("://")[0]
         options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         if scheme == "s3":
-            options["config_kwargs"] = {
+            import s3fs
+
+            class S3Files(s3fs.S3FileSystem):  # type: ignore[misc]
+                retries = _S3_ATTEMPTS
+
+            config = {
                 "connect_timeout": _CONNECT_SECONDS,
                 "read_timeout": _READ_SECONDS,
                 "retries": {"mode": "standard", "total_max_attempts": 1},
             }
-        elif scheme in ("http", "https"):
-            import aiohttp
-
-            timeout = aiohttp.ClientTimeout(sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
-            options["client_kwargs"] = {"timeout": timeout}
-        files = fsspec.filesystem(scheme, **options)
-        if scheme == "s3":
-            files.retries = _S3_ATTEMPTS
-        return files
+            return S3Files(config_kwargs=config, **options)
+        return fsspec.filesystem(scheme, **options)
 
     def _patiently(self, name: str, action: Callable[[], T]) -> T:
         """Return what an action on a file returns, and repeat it while it fails.

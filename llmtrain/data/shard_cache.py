@@ -81,16 +81,16 @@ def open_remote(address: str, source: str, config: DataConfig) -> Tokenized:
     window = min(config.shuffle_window, len(sizes["train"]))
     largest = sum(sorted(sizes["train"].values(), reverse=True)[:window])
     # Rows that are grouped by length are of two windows near a border.
-    least = largest * (2 if LENGTHS in rows.train.column_names else 1)
+    least = eval_bytes + largest * (2 if LENGTHS in rows.train.column_names else 1)
     cache.eval_names = {*sizes["eval"]}
     cache.capacity = 2 * largest
     if config.cache_size is not None:
         cache.capacity = int(config.cache_size * 1e9) - eval_bytes
-        if cache.capacity < least:
+        if config.cache_size * 1e9 < least:
             raise UserError(
                 f"--cache_size {config.cache_size:g} is too small: the shards of {address} that "
-                f"are shuffled at a time, and its eval data, take {(least + eval_bytes) / 1e9:.3f} "
-                "GB; raise it, or lower --shuffle_window."
+                f"are shuffled at a time, and its eval data, take {(least + 999) / 1e9:.6f} GB; "
+                "raise it, or lower --shuffle_window."
             )
     return rows
 
@@ -115,6 +115,7 @@ class ShardCache:
         self.capacity = 0
         self.eval_names: set[str] = set()
         self._held: dict[str, BinaryIO] = {}
+        self._needed: set[str] = set()  # the names of those that are read ahead
         self._kept: set[str] = set()  # the names of those that stay when another one needs room
         self._mutex = threading.RLock()  # of the reader and the thread that reads ahead
 
@@ -130,6 +131,7 @@ class ShardCache:
             kept: those of them that it still needs when it asks for one that is not there.
         """
         with self._mutex:
+            self._needed = needed
             self._kept = kept
             self._release(needed)
 
@@ -171,10 +173,12 @@ class ShardCache:
         with self._mutex, file_lock(self.folder / ".lock"):
             if not self._kept and not is_eval:
                 self._release(set())  # rows are read in another order than that of steps
+            if not may_release and name not in self._needed:
+                return False  # meanwhile, the reader has gone on to another window
             has_room = is_eval or file.path.exists() or self._make_room(file.size)
             if not has_room and may_release:
-                # The reader has read all rows of the window before.
-                self._release(self._kept)
+                # The reader has read all rows of the window before; or it reads no step.
+                self._release(self._kept if name in self._kept else set())
                 has_room = self._make_room(file.size)
             if not has_room:
                 return False

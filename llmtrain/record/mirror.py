@@ -10,7 +10,6 @@ import platform
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from llmtrain.console import say
@@ -21,9 +20,8 @@ from llmtrain.record.folder import LOGS, RunFolder
 from llmtrain.storage import Storage, StorageError
 
 _CLAIM = "claim.json"
-_START_SECONDS = 15.0  # for the storage to refuse, before training begins without an answer
 _CLOSE_SECONDS = 3600.0  # for the last upload
-_PAUSE_SECONDS = 15.0  # between two uploads
+_PAUSE_SECONDS = 30.0  # between two uploads
 
 
 class ClaimError(UserError):
@@ -33,10 +31,10 @@ class ClaimError(UserError):
 class Mirror:
     """Uploads what a run writes, on a thread. The run waits for it only at its end.
 
-    An upload that fails is an event, and the next one tries again. There is one exception: a
-    storage that refuses at once when a run starts, because of a wrong name or an expired login.
-    :meth:`start` raises that error, because the user is still there to correct it. If the run has
-    been mirrored before, as in a restart by a launcher, it is an event like any other.
+    An upload that fails is an event, and the next one tries again. There is one exception: if the
+    storage fails when a run starts, :meth:`start` raises the error, because the user is still there
+    to correct a wrong name or an expired login. If the run has been mirrored before, as in a
+    restart by a launcher, it is an event like any other.
 
     The claim of another run ends the run if it is found at the start, and otherwise the mirroring.
 
@@ -63,21 +61,21 @@ class Mirror:
         self._is_failing = False
         self._is_ending = threading.Event()
         self._complete: set[int] = set()  # steps of checkpoints that are there
+        self._uploaded: dict[Path, int] = {}  # other files, and when they had last changed
         self._thread = threading.Thread(target=self._follow, name="llmtrain-mirror", daemon=True)
 
     def start(self) -> None:
         """Claim the address, and begin to upload.
 
         Raises:
-            UserError: if another run has claimed the address, or if the storage refuses.
+            UserError: if another run has claimed the address, or if the storage fails.
         """
-        claiming = ThreadPoolExecutor(1).submit(self._take_claim)
-        wait([claiming], timeout=_START_SECONDS)
-        # Without an answer, the first upload claims the address.
-        error = claiming.exception() if claiming.done() else None
         mirrored_step = read_object(self.writer.path / "status.json").get("mirrored_step")
-        if isinstance(error, ClaimError) or (error is not None and mirrored_step is None):
-            raise error
+        try:
+            self._take_claim()
+        except StorageError:  # if the run has been mirrored before, its upload tries again
+            if mirrored_step is None:
+                raise
         self._thread.start()
 
     def close(self) -> None:
@@ -90,9 +88,7 @@ class Mirror:
     def _follow(self) -> None:
         """Upload what the run writes, until it ends or another one has the address."""
         is_last = False
-        while not is_last:
-            # A run that ends does not wait for the pause, and gets one more upload.
-            is_last = self._is_ending.wait(_PAUSE_SECONDS)
+        while True:
             try:
                 self._take_claim()
                 self._upload(is_last)
@@ -101,10 +97,14 @@ class Mirror:
                 has_lost = isinstance(error, ClaimError)
                 if has_lost or not self._is_failing:
                     self._record_event("mirror", f"{first_line(error)} The run goes on.")
-                is_last = is_last or has_lost
                 self._is_failing = True
                 # A new session reads a login that was renewed.
                 self.storage = Storage(str(self.storage), "--mirror ", writable=True)
+                is_last = is_last or has_lost
+            if is_last:
+                return
+            # A run that ends does not wait for the pause, and gets one more upload.
+            is_last = self._is_ending.wait(_PAUSE_SECONDS)
 
     def _take_claim(self) -> None:
         """Claim the address, or check that this start still has it.
@@ -135,9 +135,11 @@ class Mirror:
             missing = missing[-1:]  # while older ones were uploaded, a newer one might come
 
         # Object stores cannot append, so a log is uploaded whole.
-        for path in paths:
-            if path.is_file():
+        for path in filter(Path.is_file, paths):
+            changed = path.stat().st_mtime_ns
+            if self._uploaded.get(path) != changed:
                 self.storage.upload(path.relative_to(folder).as_posix(), path)
+                self._uploaded[path] = changed
         for path in reversed(missing):
             self._upload_checkpoint(path)
         if self._complete:

@@ -45,7 +45,7 @@ class RemoteRun:
         named = (int(number) for number in numbers if checkpoint in ("", number))
         self._steps = sorted(named, reverse=True)
 
-    def newest_checkpoint(self, folder: Path, own: Path | None = None) -> Path:
+    def newest_checkpoint(self, folder: Path, own: Path | None = None) -> Path | None:
         """Return the newest intact checkpoint, that of a run folder or one at the address.
 
         One at the address is downloaded into the folder, with ``run.json`` and the logs. The best
@@ -55,15 +55,20 @@ class RemoteRun:
             folder: the run folder. The caller holds its lock.
             own: the newest intact checkpoint in it.
 
+        Returns:
+            ``None`` if there is no checkpoint.
+
         Raises:
-            UserError: if there is no intact checkpoint.
+            UserError: if there are checkpoints, and none is intact.
         """
         own_step = 0 if own is None else read_state(own)["step"]
         newer = (self._fetch(step, folder, _RECORDS) for step in self._steps if step > own_step)
         newest = next(filter(None, newer), own)
+        if newest is None and not self._steps:
+            return None
         if newest is None:
             raise UserError(
-                f"--resume_from_checkpoint {self.name}: no intact checkpoint is there; leave the "
+                f"--resume_from_checkpoint {self.name}: no checkpoint there is intact; leave the "
                 "flag out to start from the beginning."
             )
         place = own if newest is own else f"{self._storage}/checkpoints/{newest.name}"
@@ -80,7 +85,10 @@ class RemoteRun:
         folder = cache_folder() / "mirrors" / digest(key)[:16]
         folder.mkdir(parents=True, exist_ok=True)
         with file_lock(folder / ".lock"):
-            return self.newest_checkpoint(folder)
+            newest = self.newest_checkpoint(folder)
+        if newest is None:
+            raise UserError(f"--resume_from_checkpoint {self.name}: there is no checkpoint yet.")
+        return newest
 
     def _fetch(self, step: int, folder: Path, records: Sequence[str] = ()) -> Path | None:
         """Download a checkpoint into a run folder, unless the folder has it.

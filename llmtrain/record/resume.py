@@ -22,7 +22,7 @@ from llmtrain.record.run_record import (
     read_versioned,
     start_times,
 )
-from llmtrain.storage import is_address
+from llmtrain.storage import Storage, is_address
 
 _WAIT_SECONDS = 60.0  # for an unfinished run whose lock another process still holds
 _READER_SECONDS = 1.0  # for a process that only checks whether a run is in progress
@@ -74,6 +74,7 @@ def choose_folder(
     fingerprint: JsonObject,
     record: JsonObject | None = None,
     run_id: str | None = None,
+    mirror: str | None = None,
 ) -> Iterator[ResumePoint]:
     """Choose where a run lives and what it resumes from, and hold the folder's lock.
 
@@ -87,6 +88,8 @@ def choose_folder(
         fingerprint: the fingerprint of this run. Only a run of the same fingerprint is resumed.
         record: what ``run.json`` will say about the data and the settings, for error messages.
         run_id: the id of the run, if a sweep has chosen it. Only a run of this id is resumed.
+        mirror: the address that the run will be copied to. If ``resume`` is the same, and nothing
+            is there, the run is a new one.
 
     Raises:
         UserError: if the checkpoint that ``resume`` names cannot be used, if no checkpoint of the
@@ -102,7 +105,9 @@ def choose_folder(
         fingerprint_sha256=digest(fingerprint),
         record=record or {},
     )
-    if is_address(resume):
+    if is_address(resume) and resume == mirror and not Storage(resume).sizes("run.json"):
+        pass  # the first start of a command that resumes from its own mirror
+    elif is_address(resume):
         remote = RemoteRun(resume)
         # A checkpoint that is named is where another run begins.
         names_run = "/checkpoints/step-" not in resume

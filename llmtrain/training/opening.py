@@ -217,6 +217,7 @@ def _choose_folder(
     choosing = choose_folder(
         config.output_dir,
         resume=config.resume_from_checkpoint,
+        mirror=config.mirror,
         fingerprint=fingerprint,
         record=details,
         run_id=sweep_run_id() if {"auto", "wandb"} & {*config.trackers} else None,

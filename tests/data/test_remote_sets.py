@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def proxy(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """A bucket with the set, an empty cache, and little patience."""
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(storage, "PATIENCE", 3.0)
+    monkeypatch.setattr(storage, "_FIRST_PAUSE", 0.01)
     with bucket_server() as proxy:
         upload(folder, tmp_path)
         proxy.requests.clear()
@@ -187,12 +187,15 @@ def fail(proxy: Proxy, path: Path) -> None:
     ],
 )
 def test_a_shard_that_cannot_be_had_ends_the_run_with_a_line(
-    folder: Path, proxy: Proxy, accident: object, message: str
+    folder: Path,
+    proxy: Proxy,
+    monkeypatch: pytest.MonkeyPatch,
+    accident: object,
+    message: str,
 ) -> None:
+    monkeypatch.setattr(storage, "PATIENCE", 1.0)
     rows = open_remote(ADDRESS, "", config(shuffle_window=1))
     shard = rows.train.shards[5]
-    shard.file.path.parent.mkdir(exist_ok=True)
-    shard.file.path.with_suffix(".x").touch()
     shard.file.cache.hold(shard.file, should_wait=True)
     accident(proxy, shard.file.path)
 

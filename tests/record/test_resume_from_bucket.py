@@ -203,10 +203,9 @@ def test_another_run_extends_the_one_at_the_address_with_its_logs(tmp_path: Path
     ("resume", "steps", "seed", "message"),
     [
         (ADDRESS, (10,), 1, f"{ADDRESS} differs in seed: 0 there, 1 here"),
-        (ADDRESS, (), 0, f"{ADDRESS}: no intact checkpoint is there"),
-        (ADDRESS, (), 1, f"{ADDRESS}: no intact checkpoint is there"),
-        (f"{ADDRESS}/checkpoints/step-00000020", (10,), 0, "step-00000020: no intact checkpoint"),
-        (f"{ADDRESS}/checkpoints/step-(((", (10,), 0, "no intact checkpoint is there"),
+        (ADDRESS, (), 1, f"{ADDRESS}: there is no checkpoint yet"),
+        (f"{ADDRESS}/checkpoints/step-00000020", (10,), 0, "step-00000020: there is no checkpoint"),
+        (f"{ADDRESS}/checkpoints/step-(((", (10,), 0, "there is no checkpoint yet"),
         ("s3://bucket/none", (10,), 0, "s3://bucket/none is not a run folder"),
     ],
 )
