@@ -35,7 +35,7 @@ def third_party_imports(folder: Path) -> set[str]:
 def test_every_package_that_is_imported_is_declared(folder: str) -> None:
     metadata = configparser.ConfigParser()
     metadata.read(ROOT / "setup.cfg")
-    names_of_extras = ("lora", "lab", "four_bits")
+    names_of_extras = ("lora", "lab", "four_bits", "s3")
     extras = [metadata["options.extras_require"][name] for name in names_of_extras]
     lines = "\n".join([metadata["options"]["install_requires"], *extras]).split()
     declared = {canonicalize_name(Requirement(line).name) for line in lines}

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -71,18 +72,36 @@ def upload(folder: Path, tmp_path: Path) -> None:
     target.upload("manifest.json", tmp_path / "manifest.json")
 
 
-def batches_of(rows: Tokenized, steps: range, window: int, ranks: int = 1) -> list[list[int]]:
-    """Return the token fingerprints of each step on each rank, which read one after the other."""
-    loaders = []
-    for rank in range(ranks):
-        loader = train_loader(rows.train, BATCH, 4, steps, seed=3, window=window)
+def batches_of(rows: Tokenized, steps: range, window: int) -> list[int]:
+    """Return the token fingerprint of each step."""
+    return [sum(step) for step in batches_of_ranks([rows], steps, window)]
+
+
+def batches_of_ranks(rows: list[Tokenized], steps: range, window: int) -> list[list[int]]:
+    """Return the token fingerprints of each step on each rank.
+
+    Each rank reads on a thread, at most two steps ahead of the others, as in a run.
+    """
+    ranks = len(rows)
+    fingerprints: list[list[int]] = [[] for _ in rows]
+    has_read = threading.Condition()
+
+    def read(rank: int) -> None:
+        loader = train_loader(rows[rank].train, BATCH, 4, steps, seed=3, window=window)
         sampler = BatchSamplerShard(loader.batch_sampler, ranks, rank, split_batches=True)
-        loaders.append((loader.dataset, iter(sampler)))
-    fingerprints = []
-    for _ in steps:
-        local = [dataset.__getitems__(next(slots)) for dataset, slots in loaders]
-        fingerprints.append([batch.token_fingerprint for batch in local])
-    return fingerprints
+        for slots in sampler:
+            with has_read:
+                has_read.wait_for(
+                    lambda: len(fingerprints[rank]) <= min(map(len, fingerprints)) + 1
+                )
+            fingerprint = loader.dataset.__getitems__(slots).token_fingerprint
+            with has_read:
+                fingerprints[rank].append(fingerprint)
+                has_read.notify_all()
+
+    with ThreadPoolExecutor(ranks) as threads:
+        list(threads.map(read, range(ranks)))
+    return [*zip(*fingerprints, strict=True)]
 
 
 def config(**flags: object) -> DataConfig:
@@ -93,7 +112,7 @@ def shard_bytes(folder: Path, split: str = "train") -> list[int]:
     return [path.stat().st_size for path in folder.glob(f"{split}-*.safetensors")]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_cache_of_one_window_gives_the_same_batches_and_fetches_each_byte_once(
     folder: Path, proxy: Proxy, ranks: int
 ) -> None:
@@ -103,7 +122,8 @@ def test_a_cache_of_one_window_gives_the_same_batches_and_fetches_each_byte_once
 
     sizes = sorted(shard_bytes(folder), reverse=True)
     capacity = sum(sizes[:3]) + sum(shard_bytes(folder, "eval")) + 1
-    rows = open_remote(ADDRESS, "", config(shuffle_window=3, cache_size=capacity / 1e9))
+    flags = config(shuffle_window=3, cache_size=capacity / 1e9)
+    rows = [open_remote(ADDRESS, "", flags) for _ in range(ranks)]
     held = []
     cache = cache_folder() / "shards"
     is_over = threading.Event()
@@ -114,11 +134,11 @@ def test_a_cache_of_one_window_gives_the_same_batches_and_fetches_each_byte_once
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    found = batches_of(rows, steps, window=3, ranks=ranks)
+    found = batches_of_ranks(rows, steps, window=3)
     is_over.set()
     watcher.join()
 
-    assert [sum(step) for step in found] == [sum(step) for step in expected]
+    assert [sum(step) for step in found] == expected
     assert max(held) <= 3
     assert proxy.bytes_of(".safetensors") == sum(sizes)
 

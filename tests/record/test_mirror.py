@@ -197,7 +197,7 @@ def test_a_failure_ends_the_start_of_a_run_that_was_never_mirrored(
     run = MirroredRun(tmp_path / "run")
     bucket.fault = lambda method, path: fault
     if not was_mirrored:
-        with pytest.raises(UserError, match="the storage (refuses|does not answer)"):
+        with pytest.raises(UserError, match=r"the storage (refuses|does not answer)"):
             run.mirror.start()
         return
     run.writer.set_mirrored_step(7)
