@@ -7,6 +7,7 @@ checks the flags only.
 docs/guides/inspecting-runs.md shows outputs: LLMTRAIN_WRITE_DOCS=1 writes them, instead of comparing.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import pytest
 import llmtrain as lt
 from llmtrain.cli import parse_command
 from recipes import finetune, gpt, preference
+from tests.buckets import bucket_server
 from tests.forked import run_forked
 from tests.launching import (
     BIN,
@@ -209,7 +211,7 @@ def small_flags(command: str, *, reads_builtin: bool) -> dict[str, str]:
         # The page has chosen the micro-batch for the global batch of the recipe.
         if "--per_device_train_batch_size" in command:
             del flags["global_batch_size"]
-        if "--dataset sets/" in command:  # which have their tokenizer
+        if re.search("--dataset (sets/|s3:)", command):  # which have their tokenizer
             del flags["tokenizer"]
         if "--max_tokens" in command:
             del flags["max_steps"]
@@ -299,15 +301,21 @@ def run_in(folder: Path, command: str) -> Ended:
 def test_every_command_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     write_inputs(tmp_path)
     to_run = programs_and_commands(page, tmp_path)
+    storage = contextlib.nullcontext()
+    if any("s3://" in command for command in to_run):
+        pytest.importorskip("s3fs")
+        pytest.importorskip("moto")
+        storage = bucket_server()
 
-    for command in dict.fromkeys([*commands_before(to_run), *to_run]):
-        small_command = as_run(command, page)
-        ended = run_in(tmp_path, small_command)
+    with storage:
+        for command in dict.fromkeys([*commands_before(to_run), *to_run]):
+            small_command = as_run(command, page)
+            ended = run_in(tmp_path, small_command)
 
-        expected = next((status for part, status in STATUS.items() if part in command), 0)
-        assert ended.status == expected, (
-            f"{page.name}: {small_command}\n{ended.out[-2000:]}\n{ended.err[-2000:]}"
-        )
+            expected = next((status for part, status in STATUS.items() if part in command), 0)
+            assert ended.status == expected, (
+                f"{page.name}: {small_command}\n{ended.out[-2000:]}\n{ended.err[-2000:]}"
+            )
 
 
 @long_form
