@@ -293,7 +293,8 @@ class GlobalBatchSampler:
         shard_rows: the number of rows of each shard, in the stored order; empty for one shard. A
             mixture has shards of its own.
         window: the largest number of shards whose rows are mixed.
-        on_step: called with the number of each step before its batch is yielded.
+        on_step: called with the number of each step before its batch is yielded, and at the end
+            with ``None``.
     """
 
     drop_last = False  # Accelerate reads it
@@ -308,7 +309,7 @@ class GlobalBatchSampler:
         lengths: np.ndarray | None = None,
         shard_rows: Sequence[int] = (),
         window: int = WINDOW,
-        on_step: Callable[["GlobalBatchSampler", int], None] | None = None,
+        on_step: Callable[["GlobalBatchSampler", int | None], None] | None = None,
     ) -> None:
         assert mixture is None or seed is not None, "a mixture is drawn at random, by a seed"
         self.n = n
@@ -329,6 +330,8 @@ class GlobalBatchSampler:
             if self.on_step is not None:
                 self.on_step(self, step)
             yield self.slots_of(step)
+        if self.on_step is not None:
+            self.on_step(self, None)
 
     def slots_of(self, step: int) -> list[Slot]:
         """Return the global batch of a step."""

@@ -316,23 +316,30 @@ class ReadAhead:
             if isinstance(shard, Shard) and isinstance(shard.file, RemoteFile)
         }
         self._plan: list[RemoteFile] = []
+        self._complete_plan: list[RemoteFile] = []  # of which all files are there
         self._windows: object = None
         self._thread: threading.Thread | None = None
 
-    def begin_step(self, sampler: GlobalBatchSampler, step: int) -> None:
-        """Keep the shards of a step, and read those of later steps ahead."""
+    def begin_step(self, sampler: GlobalBatchSampler, step: int | None) -> None:
+        """Keep the shards of a step, and read those of later steps ahead.
+
+        After the last step, ``step`` is ``None``, and no shard is kept.
+        """
         if not self.files:
             return
-        windows = sampler.shards_at(step)
+        windows: tuple[list[int], list[int]] = ([], [])
+        if step is not None:
+            windows = sampler.shards_at(step)
         if windows != self._windows:
             self._windows = windows
             first, last = ({self.files[n] for n in part if n in self.files} for part in windows)
-            self._plan = self._planned(sampler, step, first | last)
+            self._plan = [] if step is None else self._planned(sampler, step, first | last)
             for cache in {file.cache for file in self.files.values()}:
                 # Other caches have none of these names.
                 needed, kept = ({file.path.name for file in files} for files in (self._plan, last))
                 cache.expect(needed, kept)
-        if self._thread is None or not self._thread.is_alive():
+        is_idle = self._thread is None or not self._thread.is_alive()
+        if is_idle and self._plan is not self._complete_plan:
             self._thread = threading.Thread(target=self._fetch, name="read-ahead", daemon=True)
             self._thread.start()
 
@@ -367,3 +374,5 @@ class ReadAhead:
                 while file.fetch_next():
                     if plan is not self._plan:
                         return
+            if all(np.fromfile(file.marks_path, np.uint8).all() for file in plan):
+                self._complete_plan = plan
