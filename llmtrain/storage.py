@@ -27,7 +27,7 @@ _READABLE = (*_WRITABLE, "hf://datasets/", "https://", "http://")
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]*://")
 # For how many seconds an action is repeated after its first failure, and the pauses in between.
 PATIENCE = 60.0
-_FIRST_PAUSE = 0.5
+_FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 8.0
 _CLAIM_PAUSE = 2.0  # before a claim is read back, in storage without a conditional create
 # Seconds to wait for a connection, and for the next bytes of an answer.
