@@ -65,7 +65,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"--{given[0]} and --{given[1]} exclude each other; leave one out.")
     step = arguments.step if given else 1
     from llmtrain.data.config import DataConfig
-    from llmtrain.data.sources import is_set, open_set
+    from llmtrain.data.shard_cache import open_set
+    from llmtrain.data.sources import is_set
 
     history = model = None
     if not folder.is_dir() and not is_set(arguments.recipe):
@@ -147,7 +148,8 @@ def _data_of_run(history: History) -> _Data:
     """
     from llmtrain.data.config import DataConfig
     from llmtrain.data.order import WINDOW
-    from llmtrain.data.sources import is_set, open_set
+    from llmtrain.data.shard_cache import open_set
+    from llmtrain.data.sources import is_set
     from llmtrain.data.tokenized import Tokenized
 
     fingerprint = _fingerprint_of(history)

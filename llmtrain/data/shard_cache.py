@@ -33,12 +33,27 @@ from llmtrain.data.tokenized import MANIFEST, Tokenized
 from llmtrain.errors import DamagedRowsError, UserError, first_line
 from llmtrain.files import JsonObject, cache_folder
 from llmtrain.locks import file_lock
-from llmtrain.storage import Storage, StorageError
+from llmtrain.storage import Storage, StorageError, is_address
 
 _RUN_BLOCKS = 4  # that are fetched at once
 # Seconds to wait until other processes hold fewer shards. They do so when they read the same step.
 _ROOM_SECONDS = 20.0
 _POLL_SECONDS = 0.05
+
+
+def open_set(name: str, flag: str, config: DataConfig) -> Tokenized:
+    """Return the rows of a set, given its folder or address."""
+    try:
+        if is_address(name):
+            return open_remote(name, f"{flag} ", config)
+        rows = Tokenized.open(Path(name).expanduser())
+    except (OSError, KeyError, TypeError, ValueError) as error:  # a manifest may have any content
+        raise UserError(
+            f"{flag} {name}: {first_line(error)}; copy the set again, or make it again with "
+            "llmtrain tokenize."
+        ) from None
+    rows.metadata.cache_entry = str(Path(name).expanduser().resolve())
+    return rows
 
 
 def open_remote(address: str, source: str, config: DataConfig) -> Tokenized:

@@ -37,8 +37,8 @@ from llmtrain.data.readers import (
     numbered,
     visible_files,
 )
-from llmtrain.data.shard_cache import open_remote
-from llmtrain.data.tokenized import MANIFEST, Tokenized
+from llmtrain.data.shard_cache import open_set
+from llmtrain.data.tokenized import MANIFEST
 from llmtrain.errors import UserError, first_line, hub_error
 from llmtrain.files import json_text, local_path
 from llmtrain.storage import is_address
@@ -216,21 +216,6 @@ def open_source(name: str, config: DataConfig, is_eval: bool = False) -> Source:
 def is_set(name: str) -> bool:
     """Return whether a name in ``--dataset`` is the folder of a set, or an address."""
     return is_address(name) or (Path(name).expanduser() / MANIFEST).is_file()
-
-
-def open_set(name: str, flag: str, config: DataConfig) -> Tokenized:
-    """Return the rows of a set, given its folder or address."""
-    try:
-        if is_address(name):
-            return open_remote(name, f"{flag} ", config)
-        rows = Tokenized.open(Path(name).expanduser())
-    except (OSError, KeyError, TypeError, ValueError) as error:  # a manifest may have any content
-        raise UserError(
-            f"{flag} {name}: {first_line(error)}; copy the set again, or make it again with "
-            "llmtrain tokenize."
-        ) from None
-    rows.metadata.cache_entry = str(Path(name).expanduser().resolve())
-    return rows
 
 
 def _prepared_source(name: str, flag: str, config: DataConfig) -> Source | None:

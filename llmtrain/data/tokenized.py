@@ -276,9 +276,8 @@ class Tokenized:
         sources: dict[Split, list[SourceRows]] = {"train": [], "eval": []}
         for split, entries in sources.items():
             for entry in manifest[split]:
-                shards = [
-                    Shard(folder, facts, open_file) for facts in entry["shards"] if facts["rows"]
-                ]
+                filled = [facts for facts in entry["shards"] if facts["rows"]]
+                shards = [Shard(folder, facts, open_file) for facts in filled]
                 entries.append(SourceRows(Audit(**entry["audit"]), shards))
                 for shard in shards if check else ():
                     try:

@@ -105,18 +105,7 @@ def choose_folder(
         fingerprint_sha256=digest(fingerprint),
         record=record or {},
     )
-    if is_address(resume) and resume == mirror and not Storage(resume).sizes("run.json"):
-        pass  # the first start of a command that resumes from its own mirror
-    elif is_address(resume):
-        remote = RemoteRun(resume)
-        # A checkpoint that is named is where another run begins.
-        names_run = "/checkpoints/step-" not in resume
-        if names_run and remote.fingerprint_sha256 == request.fingerprint_sha256:
-            request = request._replace(remote=remote, run_id=remote.run_id)
-        else:
-            request = request._replace(named=_named_checkpoint(remote.cached_checkpoint(), request))
-    elif resume not in ("auto", "never"):
-        request = request._replace(named=_named_checkpoint(Path(resume), request))
+    request = _with_named_checkpoint(request, mirror)
 
     with contextlib.ExitStack() as lock:
         for folder in _folders_to_try(output_dir, request):
@@ -133,6 +122,24 @@ def choose_folder(
 
         wanted = next(candidate_folders(output_dir))
         yield _resume_point(folder, wanted, earlier_record or {}, request)
+
+
+def _with_named_checkpoint(request: _Request, mirror: str | None) -> _Request:
+    """Return a request with the run or the checkpoint that ``--resume_from_checkpoint`` names."""
+    resume = request.resume
+    if resume in ("auto", "never"):
+        return request
+    if not is_address(resume):
+        return request._replace(named=_named_checkpoint(Path(resume), request))
+    if resume == mirror and not Storage(resume).sizes("run.json"):
+        return request  # the first start of a command that resumes from its own mirror
+
+    remote = RemoteRun(resume)
+    # A checkpoint that is named is where another run begins.
+    names_run = "/checkpoints/step-" not in resume
+    if names_run and remote.fingerprint_sha256 == request.fingerprint_sha256:
+        return request._replace(remote=remote, run_id=remote.run_id)
+    return request._replace(named=_named_checkpoint(remote.cached_checkpoint(), request))
 
 
 def _folders_to_try(output_dir: str, request: _Request) -> Iterator[Path]:
