@@ -14,11 +14,11 @@ import contextlib
 import fcntl
 import hashlib
 import itertools
-import json
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from errno import ENOSPC
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,7 +31,7 @@ from llmtrain.data.packing import LENGTHS
 from llmtrain.data.shards import BLOCK_BYTES, CheckedFile, Rows, Shard
 from llmtrain.data.tokenized import MANIFEST, Tokenized
 from llmtrain.errors import DamagedRowsError, UserError, first_line
-from llmtrain.files import JsonObject, cache_folder
+from llmtrain.files import JsonObject, cache_folder, read_sealed
 from llmtrain.locks import file_lock
 from llmtrain.storage import Storage, StorageError, is_address
 
@@ -70,14 +70,17 @@ def open_remote(address: str, source: str, config: DataConfig) -> Tokenized:
     """
     storage = Storage(address, source)
     try:
-        content = storage.read(MANIFEST)
+        manifest_hash = hashlib.sha256(storage.read(MANIFEST)).hexdigest()
     except FileNotFoundError:
         raise UserError(
             f"{source}{address}: there is no {MANIFEST}; make a set there with llmtrain tokenize "
             f"--to {address}."
         ) from None
-    folder = cache_folder() / "shards" / hashlib.sha256(content).hexdigest()[:32]
-    for name in [*json.loads(content).get("tokenizer", {}), MANIFEST]:
+    folder = cache_folder() / "shards" / manifest_hash[:32]
+    storage.download(MANIFEST, folder / MANIFEST)
+    manifest = read_sealed(folder / MANIFEST)
+    # A name must not lead out of the folder.
+    for name in [f"tokenizer/{Path(name).name}" for name in manifest.get("tokenizer", {})]:
         if not (folder / name).exists():
             storage.download(name, folder / name)
 
@@ -86,9 +89,7 @@ def open_remote(address: str, source: str, config: DataConfig) -> Tokenized:
     rows.metadata.cache_entry = storage.address
     sizes: dict[str, dict[str, int]] = {
         split: {
-            facts["file"]: facts["bytes"]
-            for entry in json.loads(content)[split]
-            for facts in entry["shards"]
+            facts["file"]: facts["bytes"] for entry in manifest[split] for facts in entry["shards"]
         }
         for split in ("train", "eval")
     }
@@ -182,7 +183,7 @@ class ShardCache:
 
     def _try_to_hold(self, file: "RemoteFile", may_release: bool) -> bool:
         name = file.path.name
-        if name in self._held:
+        if name in self._held and file.path.exists():
             return True
         is_eval = name in self.eval_names
         with self._mutex, file_lock(self.folder / ".lock"):
@@ -201,9 +202,11 @@ class ShardCache:
                 file.marks_path.write_bytes(bytes(len(file.blocks)))
                 with file.path.open("wb") as new_file:
                     new_file.truncate(file.size)
+            file.forget_checks()
             if not is_eval:
                 self._held[name] = file.path.open("rb")
-                fcntl.flock(self._held[name], fcntl.LOCK_SH)
+                with contextlib.suppress(OSError):  # of a file system without locks
+                    fcntl.flock(self._held[name], fcntl.LOCK_SH)
         return True
 
     def _make_room(self, size: int) -> bool:
@@ -215,7 +218,7 @@ class ShardCache:
         for path in sorted(paths, key=lambda path: path.stat().st_mtime):
             if room >= size:
                 break
-            with path.open("rb") as file, contextlib.suppress(BlockingIOError):
+            with path.open("r+b") as file, contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
                 room += sizes[path]
@@ -251,7 +254,7 @@ class RemoteFile(CheckedFile):
         try:
             return super().pieces(starts, size)
         except DamagedRowsError:  # the disk of the cache has changed it
-            self.marks_path.write_bytes(bytes(len(self.blocks)))
+            self.path.unlink(missing_ok=True)
             self._fetch_all(blocks)
             return super().pieces(starts, size)
 
@@ -273,6 +276,10 @@ class RemoteFile(CheckedFile):
             raise DamagedRowsError(
                 f"{self.path.parent}: {first_line(error)}; free some space, or lower --cache_size."
             ) from None
+
+    def forget_checks(self) -> None:
+        """Compare all blocks with their hashes again: the file may be a new one."""
+        self._is_checked[:] = False
 
     def fetch_next(self) -> bool:
         """Fetch some blocks that are missing, and return whether there are more.
@@ -304,7 +311,8 @@ class RemoteFile(CheckedFile):
         stop = min(start + len(blocks) * BLOCK_BYTES, self.size)
         content = self.cache.storage.read(self.path.name, start, stop, is_intact)
         with self.path.open("r+b", buffering=0) as file:
-            os.pwrite(file.fileno(), content, start)
+            if os.pwrite(file.fileno(), content, start) < len(content):
+                raise OSError(ENOSPC, os.strerror(ENOSPC))
         with self.marks_path.open("r+b", buffering=0) as file:
             os.pwrite(file.fileno(), b"\1" * len(blocks), blocks[0])
 

@@ -85,8 +85,13 @@ class Rows(Protocol):
     def columns(self) -> Mapping[str, Column]:
         """What a row has, by the name of the column."""
 
-    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return rows by column, [n, ...], given their numbers, int64 [n]."""
+    def read(self, rows: np.ndarray, only: str | None = None) -> dict[str, np.ndarray]:
+        """Return rows by column, [n, ...], given their numbers, int64 [n].
+
+        Args:
+            rows: the numbers.
+            only: the name of a column, to read no others.
+        """
 
 
 class ArrayRows:
@@ -107,9 +112,9 @@ class ArrayRows:
         """What a row has; see :class:`Rows`."""
         return {name: Column(str(a.dtype), a.shape[1:]) for name, a in self.arrays.items()}
 
-    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, rows: np.ndarray, only: str | None = None) -> dict[str, np.ndarray]:
         """Return rows by column; see :class:`Rows`."""
-        return {name: array[rows] for name, array in self.arrays.items()}
+        return {name: a[rows] for name, a in self.arrays.items() if only in (None, name)}
 
 
 class TokenRows:
@@ -146,21 +151,21 @@ class TokenRows:
         """The names of the columns."""
         return [*self.columns]
 
-    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, rows: np.ndarray, only: str | None = None) -> dict[str, np.ndarray]:
         """Return rows by column; see :class:`Rows`.
 
         Shards are read in the order in which their rows are asked for first: those of a window come
         before those of the next one.
         """
         if len(self.shards) == 1:
-            return self.shards[0].read(rows)
+            return self.shards[0].read(rows, only)
         numbers = np.searchsorted(self._ends, rows, side="right")
         columns: dict[str, np.ndarray] = {}
         for number in dict.fromkeys(numbers.tolist()):
             shard = self.shards[number]
             is_in = numbers == number
             first_row = self._ends[number] - len(shard)
-            for name, values in shard.read(rows[is_in] - first_row).items():
+            for name, values in shard.read(rows[is_in] - first_row, only).items():
                 if name not in columns:
                     columns[name] = np.empty((len(rows), *values.shape[1:]), values.dtype)
                 columns[name][is_in] = values
@@ -168,7 +173,8 @@ class TokenRows:
 
     def column(self, name: str) -> np.ndarray:
         """Return a column of all rows."""
-        return np.concatenate([shard.read(np.arange(len(shard)))[name] for shard in self.shards])
+        columns = [shard.read(np.arange(len(shard)), only=name)[name] for shard in self.shards]
+        return np.concatenate(columns)
 
     def with_column(self, name: str, values: np.ndarray) -> "TokenRows":
         """Return the rows with a further column in memory, [rows, ...]."""
@@ -194,8 +200,8 @@ class _WithColumn:
         values = ArrayRows({self.name: self.values})
         return {**self.rows.columns, **values.columns}
 
-    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        return {**self.rows.read(rows), self.name: self.values[rows]}
+    def read(self, rows: np.ndarray, only: str | None = None) -> dict[str, np.ndarray]:
+        return {**self.rows.read(rows, only), self.name: self.values[rows]}
 
 
 class CheckedFile:
@@ -299,12 +305,16 @@ class Shard:
     def __len__(self) -> int:
         return self.rows
 
-    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, rows: np.ndarray, only: str | None = None) -> dict[str, np.ndarray]:
         """Return rows by column; see :class:`Rows`."""
         columns = {}
         first_byte = self._first_byte
         for name, column in self.columns.items():
-            pieces = self.file.pieces(first_byte + rows * column.row_bytes, column.row_bytes)
+            column_byte = first_byte
+            first_byte += self.rows * column.row_bytes
+            if only not in (None, name):
+                continue
+            pieces = self.file.pieces(column_byte + rows * column.row_bytes, column.row_bytes)
             values = pieces.view(np.dtype(column.dtype).newbyteorder("<"))
             values = values.reshape(len(rows), *column.shape)
             if values.dtype.kind == "u":
@@ -312,7 +322,6 @@ class Shard:
                 values = values.astype(np.int32)
                 values[is_ignored] = IGNORED
             columns[name] = values
-            first_byte += self.rows * column.row_bytes
         return columns
 
 

@@ -6,7 +6,9 @@ does not count as a checkpoint.
 """
 
 import json
+import os
 import platform
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -43,10 +45,16 @@ class Mirror:
         writer: writes the run folder.
         run_id: the id of the run. Only one run may use an address.
         record_event: prints an event of a kind, and records it in the run folder.
+        is_restored: whether the start has looked for a newer checkpoint at the address.
     """
 
     def __init__(
-        self, address: str, writer: RunFolder, run_id: str, record_event: Callable[[str, str], None]
+        self,
+        address: str,
+        writer: RunFolder,
+        run_id: str,
+        record_event: Callable[[str, str], None],
+        is_restored: bool = False,
     ) -> None:
         self.storage = Storage(address, "--mirror ", writable=True)
         self.writer = writer
@@ -57,6 +65,7 @@ class Mirror:
             "host": platform.node(),
         }
         self._record_event = record_event
+        self._is_restored = is_restored
         self._has_claim = False
         self._is_failing = False
         self._is_ending = threading.Event()
@@ -120,8 +129,21 @@ class Mirror:
                     f"--mirror {self.storage} is claimed by run {other['run_id']} on "
                     f"{other['host']} since {other['time']}; choose another address."
                 )
+            if not self._has_claim and not self._is_restored:
+                self._check_newest_step()
             self.storage.write(_CLAIM, content)
         self._has_claim = True
+
+    def _check_newest_step(self) -> None:
+        """Raise :class:`ClaimError` if the run has gone on elsewhere, and its mirror has more."""
+        names = self.storage.sizes("checkpoints")
+        steps = [_step_of(Path(name).parent) for name in names if Path(name).name == MANIFEST]
+        own_steps = map(_step_of, checkpoints(self.writer.path / "checkpoints"))
+        if max(steps, default=0) > max(own_steps, default=0):
+            raise ClaimError(
+                f"--mirror {self.storage} has step {max(steps)} of this run, and its folder has no "
+                f"such step; add --resume_from_checkpoint {self.storage}."
+            )
 
     def _upload(self, is_last: bool) -> None:
         """Upload the logs and the newest checkpoint; at the end of the run, all that it has."""
@@ -131,8 +153,10 @@ class Mirror:
         missing = [path for path in saved if _step_of(path) not in self._complete]
         if is_last:
             paths += folder.glob("model/**/*")
-        else:
-            missing = missing[-1:]  # while older ones were uploaded, a newer one might come
+        elif saved:  # while all were uploaded, a newer one might come
+            best = read_object(saved[-1] / "state.json").get("best") or {}
+            wanted = (_step_of(saved[-1]), best.get("step"))
+            missing = [path for path in missing if _step_of(path) in wanted]
 
         # Object stores cannot append, so a log is uploaded whole.
         for path in filter(Path.is_file, paths):
@@ -157,24 +181,30 @@ class Mirror:
             StorageError: if a file has not arrived in full.
         """
         place = f"checkpoints/{path.name}"
+        # The run may delete the checkpoint meanwhile.
+        links = self.writer.path / ".tmp-mirror"
+        shutil.rmtree(links, ignore_errors=True)
         manifest_name = f"{place}/{MANIFEST}"
         try:
-            manifest = (path / MANIFEST).read_bytes()
+            shutil.copytree(path, links, copy_function=os.link)
+            manifest = (links / MANIFEST).read_bytes()
             # After a crash, a run may have made the same step again with other bits.
             present = {manifest_name} & self.storage.sizes(place).keys()
             if not present or self.storage.read(manifest_name) != manifest:
                 self.storage.delete(present)
                 files = json.loads(manifest)["files"]
                 for name in files:
-                    self.storage.upload(f"{place}/{name}", path / name)
+                    self.storage.upload(f"{place}/{name}", links / name)
                 sizes = self.storage.sizes(place)
                 if any(sizes.get(f"{place}/{name}") != files[name]["bytes"] for name in files):
                     raise StorageError(f"{self.storage}/{place} has not arrived in full.")
                 self.storage.write(manifest_name, manifest)
             self._complete.add(_step_of(path))
-        except FileNotFoundError:
+        except (FileNotFoundError, shutil.Error):
             if path.exists():  # so it was the storage that lacks something
                 raise
+        finally:
+            shutil.rmtree(links, ignore_errors=True)
 
     def _prune(self) -> None:
         """Delete checkpoints that are older than two complete ones, unless the run has them."""
@@ -183,7 +213,8 @@ class Mirror:
         doomed = []
         for name in self.storage.sizes("checkpoints"):
             path = folder.joinpath(*Path(name).parts[:2])
-            if _step_of(path) < second and not path.exists():
+            is_own = path.name.startswith("step-")
+            if is_own and _step_of(path) < second and not path.exists():
                 self._complete.discard(_step_of(path))
                 doomed.append(name)
         # First the manifests: half of a checkpoint must not count as one.

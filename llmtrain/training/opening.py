@@ -277,7 +277,10 @@ def _recorded(run: Run, settings: dict[str, JsonObject], description: JsonObject
         mirror = None
         if run.ranks.is_main and run.settings.run.mirror is not None:
             run_id = run.resume_point.run_id
-            mirror = Mirror(run.settings.run.mirror, run.writer, run_id, run.record_event)
+            is_restored = run.settings.run.resume_from_checkpoint == run.settings.run.mirror
+            mirror = Mirror(
+                run.settings.run.mirror, run.writer, run_id, run.record_event, is_restored
+            )
         contexts.enter_context(_failures_recorded(run, mirror))
         run.ranks.on_main(lambda: None if mirror is None else mirror.start())
         run.metrics_log.start(run.settings.run.trackers, _tracked(run, record))

@@ -409,9 +409,11 @@ class RunConfig(Config):
         bucket = ", and the bucket with --mirror"
         local_path(self.output_dir, "--output_dir ", remedy=bucket)
         if self.mirror is not None:
-            Storage(self.mirror, "--mirror ", writable=True)  # checks the address
+            # This checks the address.
+            self.mirror = str(Storage(self.mirror, "--mirror ", writable=True))
         if is_address(self.resume_from_checkpoint):
-            Storage(self.resume_from_checkpoint, "--resume_from_checkpoint ")
+            storage = Storage(self.resume_from_checkpoint, "--resume_from_checkpoint ")
+            self.resume_from_checkpoint = str(storage)
         else:
             local_path(self.resume_from_checkpoint, "--resume_from_checkpoint ")
         if (self.push_to_hub or "").lower() in ("true", "false"):  # a switch in transformers

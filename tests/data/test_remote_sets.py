@@ -1,5 +1,6 @@
 """Sets in a bucket: the same batches as from a copy on disk, with few bytes and little disk."""
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -258,3 +259,43 @@ def test_what_is_no_set_is_a_line(
 ) -> None:
     with pytest.raises(UserError, match=message):
         open_remote(address, "", config(**flags))
+
+
+def test_what_a_manifest_names_stays_in_the_cache(proxy: Proxy, tmp_path: Path) -> None:
+    target = storage.Storage("s3://bucket/foreign", writable=True)
+    outside = tmp_path / "outside.json"
+    write_sealed(tmp_path / "m.json", {"tokenizer": {str(outside): {}, "../../../x": {}}})
+    for name in ("manifest.json", f"tokenizer/{outside.name}", "tokenizer/x"):
+        target.upload(name, tmp_path / "m.json")
+
+    with pytest.raises((KeyError, OSError)):
+        open_remote("s3://bucket/foreign", "", config())
+    assert not outside.exists()
+    assert {path.parent.name for path in tmp_path.glob("cache/**/x")} == {"tokenizer"}
+
+
+def test_a_short_write_is_a_full_disk_and_a_new_copy_is_checked_again(
+    folder: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = open_remote(ADDRESS, "", config(shuffle_window=1))
+    expected = rows.train[0]
+    (first,) = (cache_folder() / "shards").glob("*/*.safetensors")
+    first.unlink()
+    write = os.pwrite
+    monkeypatch.setattr(
+        shard_cache.os,
+        "pwrite",
+        lambda file, data, start: write(file, data[: len(data) // 2], start),
+    )
+    with pytest.raises(DamagedRowsError, match="No space left"):
+        rows.train[0]
+    monkeypatch.undo()
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(cache_folder()))
+    assert rows.train[0] == expected
+
+
+def test_lengths_are_read_alone(folder: Path, proxy: Proxy) -> None:
+    rows = open_remote(ADDRESS, "", config())
+    rows.train.column("input_ids")
+    assert "input_ids" in rows.train.column_names
+    assert rows.train.shards[0].read(np.array([0]), only="labels") == {}

@@ -208,3 +208,36 @@ def test_a_failure_ends_the_start_of_a_run_that_was_never_mirrored(
     run.end()
     assert len(run.events) == 1
     assert files_at(ADDRESS) == files_of(run.folder)
+
+
+def test_a_start_that_is_behind_the_mirror_is_told_to_resume_from_it(
+    bucket: Proxy, tmp_path: Path
+) -> None:
+    newer = MirroredRun(tmp_path / "new machine")
+    newer.mirror.start()
+    newer.save(9)
+    newer.end()
+    old = MirroredRun(tmp_path / "old machine", start_id="second")
+    old.save(5, mirrored=False)
+    before = files_at(ADDRESS)
+
+    with pytest.raises(UserError, match=f"has step 9 of this run.*checkpoint {ADDRESS}"):
+        old.mirror.start()
+    assert files_at(ADDRESS) == before
+
+
+def test_a_checkpoint_that_the_run_deletes_during_its_upload_arrives(
+    bucket: Proxy, tmp_path: Path
+) -> None:
+    run = MirroredRun(tmp_path / "run")
+
+    def delete(method: str, path: str) -> str:
+        if method == "PUT" and "step-00000003" in path:
+            shutil.rmtree(run.folder / "checkpoints" / "step-00000003", ignore_errors=True)
+        return ""
+
+    run.save(3, mirrored=False)
+    bucket.fault = delete
+    run.mirror.start()
+    wait_until(lambda: "checkpoints/step-00000003/MANIFEST.json" in files_at(ADDRESS))
+    run.end()
