@@ -81,7 +81,6 @@ def test_an_address_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMTRAIN_CACHE", address)
     for use in (
         lambda: RunConfig(output_dir=address),
-        lambda: RunConfig(resume_from_checkpoint=address),
         lambda: ModelConfig(model_name_or_path=address),
         lambda: DataConfig(tokenizer=address),
         cache_folder,

@@ -22,6 +22,7 @@ from llmtrain.data.tokenized import FORMAT_VERSION
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject, digest
 from llmtrain.interfaces.model import PackingSupport
+from llmtrain.storage import is_address
 
 
 class DataRequest:
@@ -237,6 +238,12 @@ def _check_data_flags(config: DataConfig, has_own_records: bool) -> None:
     for name in flags_of_training_files:
         if has_own_records and config.is_set(name):
             raise UserError(f"--{name}: this recipe has its own data; leave the flag out.")
+    names = config.dataset + config.eval_dataset
+    if config.cache_size is not None and not any(map(is_address, names)):
+        raise UserError(
+            "--cache_size has no effect: no data set is at an address, such as s3://bucket/set; "
+            "leave it out."
+        )
     if config.has_own_eval_data and config.is_set("eval_fraction"):
         raise UserError(
             "--eval_fraction keeps a share of --dataset for evaluation, but --eval_dataset or "

@@ -129,7 +129,7 @@ class Mirror:
                     f"--mirror {self.storage} is claimed by run {other['run_id']} on "
                     f"{other['host']} since {other['time']}; choose another address."
                 )
-            if not self._has_claim and not self._is_restored:
+            if not self._is_restored:
                 self._check_newest_step()
             self.storage.write(_CLAIM, content)
         self._has_claim = True

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import llmtrain as lt
 from llmtrain.data.config import DataConfig, PairConfig
+from llmtrain.data.shards import Column
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.interfaces.model import ModelBundle
@@ -298,6 +299,10 @@ class WeightedRows(list[Any]):
     """Rows with a column of weights, as far as opening a run reads them."""
 
     column_names = ("input_ids", "labels", "answers", "loss_weight")
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        return {"input_ids": Column("int32", [len(self[0]["input_ids"])])}
 
 
 def test_preferences_refuse_weights_of_tokens(
