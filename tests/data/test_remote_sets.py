@@ -294,6 +294,17 @@ def test_a_short_write_is_a_full_disk_and_a_new_copy_is_checked_again(
     assert rows.train[0] == expected
 
 
+def test_a_hole_in_a_new_copy_is_never_read_as_tokens(folder: Path, proxy: Proxy) -> None:
+    rows = open_remote(ADDRESS, "", config())
+    expected = rows.train[0]  # from now on, the block counts as checked
+    file = rows.train.shards[0].file
+    file.path.unlink()
+    file.cache.hold(file, should_wait=True)
+    file.marks_path.write_bytes(b"\1" * len(file.blocks))  # as a failing disk may leave it
+
+    assert rows.train[0] == expected
+
+
 def test_lengths_are_read_alone(folder: Path, proxy: Proxy) -> None:
     rows = open_remote(ADDRESS, "", config())
     rows.train.column("input_ids")
