@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"--{given[0]} and --{given[1]} exclude each other; leave one out.")
     step = arguments.step if given else 1
     from llmtrain.data.config import DataConfig
-    from llmtrain.data.shard_cache import open_set
+    from llmtrain.data.remote_sets import open_set
     from llmtrain.data.sources import is_set
 
     history = model = None
@@ -148,7 +148,7 @@ def _data_of_run(history: History) -> _Data:
     """
     from llmtrain.data.config import DataConfig
     from llmtrain.data.order import WINDOW
-    from llmtrain.data.shard_cache import open_set
+    from llmtrain.data.remote_sets import open_set
     from llmtrain.data.sources import is_set
     from llmtrain.data.tokenized import Tokenized
 

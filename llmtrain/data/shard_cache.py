@@ -1,8 +1,8 @@
-"""Sets in object storage: their shards come block by block into a bounded cache on this machine.
+"""Shards in object storage, which come block by block into a bounded cache on this machine.
 
 All processes of a machine share the cache of a set, a folder:
 
-    manifest.json, tokenizer/    copies of those of the set
+    manifest.json, tokenizer/    copies of those of the set (:mod:`llmtrain.data.remote_sets`)
     SHA256.safetensors           a shard, with holes for the blocks that have not arrived
     SHA256.safetensors.blocks    a byte for each block, which is 1 if it has arrived
 
@@ -25,90 +25,17 @@ from typing import BinaryIO
 import numpy as np
 
 from llmtrain.console import note, size_text
-from llmtrain.data.config import DataConfig
 from llmtrain.data.order import GlobalBatchSampler
-from llmtrain.data.packing import LENGTHS
 from llmtrain.data.shards import BLOCK_BYTES, CheckedFile, Rows, Shard
-from llmtrain.data.tokenized import MANIFEST, Tokenized
 from llmtrain.errors import DamagedRowsError, UserError, first_line
-from llmtrain.files import JsonObject, cache_folder, read_sealed
+from llmtrain.files import JsonObject
 from llmtrain.locks import file_lock
-from llmtrain.storage import Storage, StorageError, is_address
+from llmtrain.storage import Storage, StorageError
 
 _RUN_BLOCKS = 4  # that are fetched at once
 # Seconds to wait until other processes hold fewer shards. They do so when they read the same step.
 _ROOM_SECONDS = 20.0
 _POLL_SECONDS = 0.05
-
-
-def open_set(name: str, flag: str, config: DataConfig) -> Tokenized:
-    """Return the rows of a set, given its folder or address."""
-    try:
-        if is_address(name):
-            return open_remote(name, f"{flag} ", config)
-        rows = Tokenized.open(Path(name).expanduser())
-    except (OSError, KeyError, TypeError, ValueError) as error:  # a manifest may have any content
-        raise UserError(
-            f"{flag} {name}: {first_line(error)}; copy the set again, or make it again with "
-            "llmtrain tokenize."
-        ) from None
-    rows.metadata.cache_entry = str(Path(name).expanduser().resolve())
-    return rows
-
-
-def open_remote(address: str, source: str, config: DataConfig) -> Tokenized:
-    """Return the rows of a set at an address. Their bytes are fetched when they are read.
-
-    Args:
-        address: the folder of the set.
-        source: what names it, for error messages, such as ``--dataset`` and a space.
-        config: the size of the cache, and the number of shards in a window.
-
-    Raises:
-        OSError: if a file of the set is damaged.
-        UserError: if there is no set, if the storage fails, or if the cache is too small.
-    """
-    storage = Storage(address, source)
-    try:
-        manifest_hash = hashlib.sha256(storage.read(MANIFEST)).hexdigest()
-    except FileNotFoundError:
-        raise UserError(
-            f"{source}{address}: there is no {MANIFEST}; make a set there with llmtrain tokenize "
-            f"--to {address}."
-        ) from None
-    folder = cache_folder() / "shards" / manifest_hash[:32]
-    storage.download(MANIFEST, folder / MANIFEST)
-    manifest = read_sealed(folder / MANIFEST)
-    # A name must not lead out of the folder.
-    for name in [f"tokenizer/{Path(name).name}" for name in manifest.get("tokenizer", {})]:
-        if not (folder / name).exists():
-            storage.download(name, folder / name)
-
-    cache = ShardCache(folder, storage)
-    rows = Tokenized.open(folder, open_file=cache.file)
-    rows.metadata.cache_entry = storage.address
-    sizes: dict[str, dict[str, int]] = {
-        split: {
-            facts["file"]: facts["bytes"] for entry in manifest[split] for facts in entry["shards"]
-        }
-        for split in ("train", "eval")
-    }
-    eval_bytes = sum(sizes["eval"].values())
-    window = min(config.shuffle_window, len(sizes["train"]))
-    largest = sum(sorted(sizes["train"].values(), reverse=True)[:window])
-    # Rows that are grouped by length are of two windows near a border.
-    least = eval_bytes + largest * (2 if LENGTHS in rows.train.column_names else 1)
-    cache.eval_names = {*sizes["eval"]}
-    cache.capacity = 2 * largest
-    if config.cache_size is not None:
-        cache.capacity = int(config.cache_size * 1e9) - eval_bytes
-        if config.cache_size * 1e9 < least:
-            raise UserError(
-                f"--cache_size {config.cache_size:g} is too small: the shards of {address} that "
-                f"are shuffled at a time, and its eval data, take {(least + 999) / 1e9:.6f} GB; "
-                "raise it, or lower --shuffle_window."
-            )
-    return rows
 
 
 class ShardCache:
@@ -119,17 +46,15 @@ class ShardCache:
     Args:
         folder: the folder of the cache.
         storage: the folder of the set.
-
-    Attributes:
         capacity: the bytes of training shards that may be on the disk.
         eval_names: the names of the shards of the eval data, which stay once they are there.
     """
 
-    def __init__(self, folder: Path, storage: Storage) -> None:
+    def __init__(self, folder: Path, storage: Storage, capacity: int, eval_names: set[str]) -> None:
         self.folder = folder
         self.storage = storage
-        self.capacity = 0
-        self.eval_names: set[str] = set()
+        self.capacity = capacity
+        self.eval_names = eval_names
         self._held: dict[str, BinaryIO] = {}
         self._needed: set[str] = set()  # the names of those that are read ahead
         self._kept: set[str] = set()  # the names of those that stay when another one needs room
@@ -137,7 +62,8 @@ class ShardCache:
 
     def file(self, folder: Path, facts: JsonObject) -> "RemoteFile":
         """Open a shard, given its facts in the manifest."""
-        return RemoteFile(folder / Path(facts["file"]).name, facts["blocks"], facts["bytes"], self)
+        path = folder / Path(facts["file"]).name
+        return RemoteFile(path, facts["blocks"], size=facts["bytes"], cache=self)
 
     def expect(self, needed: set[str], kept: set[str]) -> None:
         """Let other processes delete all shards but some.
@@ -182,15 +108,18 @@ class ShardCache:
         return True
 
     def _try_to_hold(self, file: "RemoteFile", may_release: bool) -> bool:
+        """Hold a shard if it is there, or if there is room for it; see :meth:`hold`."""
         name = file.path.name
         if name in self._held and file.path.exists():
             return True
+
         is_eval = name in self.eval_names
         with self._mutex, file_lock(self.folder / ".lock"):
-            if not self._kept and not is_eval:
-                self._release(set())  # rows are read in another order than that of steps
             if not may_release and name not in self._needed:
                 return False  # meanwhile, the reader has gone on to another window
+            if not self._kept and not is_eval:
+                self._release(set())  # rows are read in another order than that of steps
+
             has_room = is_eval or file.path.exists() or self._make_room(file.size)
             if not has_room and may_release:
                 # The reader has read all rows of the window before; or it reads no step.
@@ -198,15 +127,15 @@ class ShardCache:
                 has_room = self._make_room(file.size)
             if not has_room:
                 return False
+
             if not file.path.exists():
-                file.marks_path.write_bytes(bytes(len(file.blocks)))
-                with file.path.open("wb") as new_file:
-                    new_file.truncate(file.size)
+                file.create()
             file.forget_checks()
             if not is_eval:
-                self._held[name] = file.path.open("rb")
+                handle = file.path.open("rb")
                 with contextlib.suppress(OSError):  # of a file system without locks
-                    fcntl.flock(self._held[name], fcntl.LOCK_SH)
+                    fcntl.flock(handle, fcntl.LOCK_SH)
+                self._held[name] = handle
         return True
 
     def _make_room(self, size: int) -> bool:
@@ -276,6 +205,12 @@ class RemoteFile(CheckedFile):
             raise DamagedRowsError(
                 f"{self.path.parent}: {first_line(error)}; free some space, or lower --cache_size."
             ) from None
+
+    def create(self) -> None:
+        """Make a new copy, of which no block has arrived."""
+        self.marks_path.write_bytes(bytes(len(self.blocks)))
+        with self.path.open("wb") as file:
+            file.truncate(self.size)
 
     def forget_checks(self) -> None:
         """Compare all blocks with their hashes again: the file may be a new one."""

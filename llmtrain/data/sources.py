@@ -37,7 +37,7 @@ from llmtrain.data.readers import (
     numbered,
     visible_files,
 )
-from llmtrain.data.shard_cache import open_set
+from llmtrain.data.remote_sets import open_set
 from llmtrain.data.tokenized import MANIFEST
 from llmtrain.errors import UserError, first_line, hub_error
 from llmtrain.files import json_text, local_path

@@ -274,12 +274,15 @@ def _recorded(run: Run, settings: dict[str, JsonObject], description: JsonObject
 
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(stop_signals(run.status.ask_to_stop))
+        config = run.settings.run
         mirror = None
-        if run.ranks.is_main and run.settings.run.mirror is not None:
-            run_id = run.resume_point.run_id
-            is_restored = run.settings.run.resume_from_checkpoint == run.settings.run.mirror
+        if run.ranks.is_main and config.mirror is not None:
             mirror = Mirror(
-                run.settings.run.mirror, run.writer, run_id, run.record_event, is_restored
+                config.mirror,
+                run.writer,
+                run_id=run.resume_point.run_id,
+                record_event=run.record_event,
+                is_restored=config.resume_from_checkpoint == config.mirror,
             )
         contexts.enter_context(_failures_recorded(run, mirror))
         run.ranks.on_main(lambda: None if mirror is None else mirror.start())

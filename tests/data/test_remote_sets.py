@@ -18,8 +18,8 @@ from llmtrain.data import shard_cache
 from llmtrain.data.config import DataConfig
 from llmtrain.data.loader import train_loader
 from llmtrain.data.prepare import SetMaker
+from llmtrain.data.remote_sets import open_remote
 from llmtrain.data.request import DataRequest
-from llmtrain.data.shard_cache import open_remote
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import DamagedRowsError, UserError
 from llmtrain.files import cache_folder, json_text, read_sealed, write_sealed

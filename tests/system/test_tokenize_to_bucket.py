@@ -18,7 +18,7 @@ from llmtrain import storage
 from llmtrain.data import shards
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.config import DataConfig
-from llmtrain.data.shard_cache import open_remote
+from llmtrain.data.remote_sets import open_remote
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.storage import Storage
 from tests.buckets import Proxy, bucket_server
