@@ -14,6 +14,9 @@ A record passes these modules, in this order:
 6. ``packing``: examples become rows, which ``tokenized`` describes.
 7. ``order``, ``loader``: the rows of each step become a batch.
 
+A set that was made before, in a folder or in object storage, is opened by ``remote_sets``, and
+``shard_cache`` fetches its shards.
+
 ``prompts`` makes the prompts of a finished model with the renderers of step 4.
 
 A document of plain text passes ``corpus`` instead of 4 to 6. ``prepare`` runs 1 to 6 for the data

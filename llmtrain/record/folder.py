@@ -23,6 +23,8 @@ from llmtrain.redaction import redacted
 # Files with a line for each step or evaluation. A resumed run drops the lines of steps it repeats.
 # A run that extends another one begins with copies of them.
 LOGS = ("metrics.jsonl", "rows.jsonl", "samples.jsonl")
+# What a copy of a run elsewhere has besides its status, its checkpoints and its model.
+RECORDS = ("run.json", "events.jsonl", *LOGS)
 
 
 class RunFolder:

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from llmtrain.files import JsonObject
 
 
-RECORDS = ("run.json", "metrics.jsonl", "events.jsonl", "samples.jsonl")
-
-
 class History(NamedTuple):
     """The record of a run. Files that could not be read are empty."""
 
@@ -47,8 +44,9 @@ class History(NamedTuple):
         """
         if not is_address(name):
             return cls.of_run(Path(name))
+        files = ("run.json", "status.json", "metrics.jsonl", "events.jsonl", "samples.jsonl")
         with tempfile.TemporaryDirectory(prefix="llmtrain-run-") as copy:
-            Storage(name).download_all([*RECORDS, "status.json"], Path(copy))
+            Storage(name).download_all(files, Path(copy))
             try:
                 history = cls.of_run(Path(copy))
             except UserError as error:

@@ -18,7 +18,7 @@ from llmtrain.console import say
 from llmtrain.errors import UserError, first_line
 from llmtrain.files import json_text, read_object
 from llmtrain.record.checkpoint import MANIFEST, checkpoints
-from llmtrain.record.folder import LOGS, RunFolder
+from llmtrain.record.folder import RECORDS, RunFolder
 from llmtrain.storage import Storage, StorageError
 
 _CLAIM = "claim.json"
@@ -148,7 +148,7 @@ class Mirror:
     def _upload(self, is_last: bool) -> None:
         """Upload the logs and the newest checkpoint; at the end of the run, all that it has."""
         folder = self.writer.path
-        paths = [folder / name for name in ("run.json", "events.jsonl", *LOGS)]
+        paths = [folder / name for name in RECORDS]
         saved = checkpoints(folder / "checkpoints")
         missing = [path for path in saved if _step_of(path) not in self._complete]
         if is_last:

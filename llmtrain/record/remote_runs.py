@@ -10,11 +10,9 @@ from llmtrain.errors import UserError
 from llmtrain.files import cache_folder, digest, read_object
 from llmtrain.locks import file_lock
 from llmtrain.record.checkpoint import MANIFEST, find_fault, path_of, read_state
-from llmtrain.record.history import RECORDS, History
+from llmtrain.record.folder import RECORDS
+from llmtrain.record.history import History
 from llmtrain.storage import Storage
-
-# What a run folder gets along with a checkpoint, so that the run keeps its id, starts and logs.
-_RECORDS = (*RECORDS, "rows.jsonl")
 
 
 class RemoteRun:
@@ -62,7 +60,7 @@ class RemoteRun:
             UserError: if there are checkpoints, and none is intact.
         """
         own_step = 0 if own is None else read_state(own)["step"]
-        newer = (self._fetch(step, folder, _RECORDS) for step in self._steps if step > own_step)
+        newer = (self._fetch(step, folder, RECORDS) for step in self._steps if step > own_step)
         newest = next(filter(None, newer), own)
         if newest is None and not self._steps:
             return None
