@@ -20,6 +20,7 @@ _NAMES = {
     "llmtrain.interfaces.part": ["Metric", "Part", "Schedule"],
     "llmtrain.launching.process": ["launch"],
     "llmtrain.models.config": ["GPTConfig", "ModelConfig"],
+    "llmtrain.models.distillation": ["DistillConfig"],
     "llmtrain.models.gpt": ["GPT"],
     "llmtrain.models.lfm2": ["build_gpt"],
     "llmtrain.models.lora_config": ["LoraConfig"],

@@ -20,6 +20,7 @@ from llmtrain.interfaces.part import Schedule as Schedule
 from llmtrain.launching.process import launch as launch
 from llmtrain.models.config import GPTConfig as GPTConfig
 from llmtrain.models.config import ModelConfig as ModelConfig
+from llmtrain.models.distillation import DistillConfig as DistillConfig
 from llmtrain.models.gpt import GPT as GPT
 from llmtrain.models.lfm2 import build_gpt as build_gpt
 from llmtrain.models.lora_config import LoraConfig as LoraConfig

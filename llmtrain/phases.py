@@ -131,8 +131,8 @@ class Phases:
         self._first_step = first_step
         self.step = first_step
         pass_hooks = [
-            self.model.register_forward_pre_hook(lambda *_: self._begin_pass("forward")),
-            self.model.register_forward_hook(lambda *_: self._begin_pass("backward")),
+            self.model.register_forward_pre_hook(lambda *_: self.begin_pass("forward")),
+            self.model.register_forward_hook(lambda *_: self.begin_pass("backward")),
         ]
         for parameter in self.model.parameters():
             if parameter.requires_grad:
@@ -200,7 +200,7 @@ class Phases:
         self._forget()
         return seconds
 
-    def _begin_pass(self, phase: str) -> None:
+    def begin_pass(self, phase: str) -> None:
         """Begin ``forward`` or ``backward``, unless the pass is not one of a step's."""
         if self.phase in _PHASES_WITH_PASSES and torch.is_grad_enabled():
             self.begin(phase)

@@ -193,9 +193,14 @@ class Tokenized:
         return self.metadata.vocabulary
 
     @property
+    def column_names(self) -> list[str]:
+        """The names of the columns."""
+        return self.train.column_names
+
+    @property
     def is_packed(self) -> bool:
         """Whether a row may hold several documents, which must not attend to each other."""
-        return "position_ids" in self.train.column_names
+        return "position_ids" in self.column_names
 
     @property
     def order(self) -> str:

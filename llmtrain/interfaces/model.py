@@ -218,6 +218,8 @@ class ModelBundle:
         start: where the weights came from, for the fingerprint of a run.
         check: called when the model has its weights. It raises UserError if it rejects them.
         objective: the loss that is minimised.
+        frozen: further models by name, such as a teacher, which the objective may run. They are
+            placed like the model, and neither trained nor saved.
         columns: columns that the model takes besides ``input_ids`` and ``labels``.
         prepare_batch: computes, on the host, more inputs of the model from a micro-batch.
         recomputation: whether blocks recompute their activations. :func:`llmtrain.place` sets
@@ -230,6 +232,7 @@ class ModelBundle:
     start: dict[str, Any] | None = None
     check: Callable[[], None] = field(default=lambda: None)
     objective: Objective = field(default_factory=Objective)
+    frozen: dict[str, ModelBundle] = field(default_factory=dict)
     columns: frozenset[str] = frozenset()
     prepare_batch: Callable[[Batch], Batch] | None = None
     recomputation: Recomputation | None = None

@@ -154,6 +154,14 @@ class Objective(Part):
         """
         return {}
 
+    def frozen_inputs(self, engine: Any, batch: Batch) -> Batch:
+        """Return further inputs of :meth:`loss` that frozen models compute of a micro-batch.
+
+        This runs before the forward pass of the micro-batch. ``engine.frozen(name, function,
+        batch)`` returns ``function(model, batch)`` for a model of ``ModelBundle.frozen``.
+        """
+        return {}
+
     def reference(self, model: Any, batch: Batch) -> torch.Tensor:
         """Return numbers of a reference model or a teacher, float [B, ``reference_size``].
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmtrain.errors import UserError
@@ -18,7 +19,9 @@ from llmtrain.models.documents import Documents, keep_documents_apart
 from llmtrain.models.loss import (
     inputs_of,
     linear_nll,
+    linear_values,
     matmul_dtype,
+    softcapped,
     target_positions_of,
     targets_of,
 )
@@ -168,11 +171,57 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
         head: Any = self.get_output_embeddings()  # type: ignore[no-untyped-call]
         return self.softcapped(head(hidden).float())
 
+    def sum_over_logits(
+        self,
+        function: Callable[[Tensor, Any], Tensor],
+        targets: Any,
+        input_ids: Tensor,
+        *,
+        target_positions: Tensor | None = None,
+        **columns: Any,
+    ) -> Tensor:
+        """Return the sum [M] of values that a function computes from the logits of each target.
+
+        Args:
+            function: see :func:`llmtrain.models.loss.linear_values`.
+            targets: see there; those of the N target positions.
+            input_ids: tokens [B, T].
+            target_positions: int64 [N], as in :meth:`nll`; ``None``: all positions [B * (T - 1)].
+            columns: see :meth:`hidden`.
+        """
+        if not self.head_is_linear:
+            logits = _at(target_positions, self.logits(input_ids, **columns))
+            return function(_wide(logits), targets[:]).sum(0)
+
+        loss = functools.partial(
+            linear_values, targets=targets, function=function, softcap=self.softcap
+        )
+        head: Any = self.get_output_embeddings()  # type: ignore[no-untyped-call]
+        total: Tensor = head(_at(target_positions, self.hidden(input_ids, **columns)), loss)
+        return total
+
+    def deferred_logits(
+        self, input_ids: Tensor, *, target_positions: Tensor | None = None, **columns: Any
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return numbers of each target [N, C], and a function that makes logits [n, V] of them.
+
+        The function may be called after the forward pass, as FSDP2 keeps the head gathered. It
+        computes as :meth:`sum_over_logits` does, and has no gradient.
+        """
+        if not self.head_is_linear:
+            return _at(target_positions, self.logits(input_ids, **columns)), lambda logits: logits
+
+        hidden = _at(target_positions, self.hidden(input_ids, **columns))
+        hidden = hidden.to(matmul_dtype(hidden.device, hidden.dtype))
+        head: Any = self.get_output_embeddings()  # type: ignore[no-untyped-call]
+        weight, bias = head(hidden, lambda _, weight, bias: (weight.detach(), bias))
+        weight = weight.to(hidden.dtype)
+        bias = None if bias is None else bias.detach().to(hidden.dtype)
+        return hidden, lambda hidden: self.softcapped(_wide(F.linear(hidden, weight, bias)))
+
     def softcapped(self, head_output: Tensor) -> Tensor:
         """Return the logits that a linear head has computed, after the softcap of the model."""
-        if self.softcap is None:
-            return head_output
-        return self.softcap * torch.tanh(head_output / self.softcap)
+        return softcapped(head_output, self.softcap)
 
     def _arguments(self, input_ids: Tensor, columns: Batch) -> dict[str, Any]:
         """Return the arguments of the model's own ``forward``, for all but the last position."""
@@ -243,6 +292,19 @@ class CausalLM(_Base):  # type: ignore[no-untyped-call]
                 head_size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
                 attention += 12 * heads * head_size
         return 4 * weights + 2 * trained + attention * self.row_length
+
+
+def _at(target_positions: Tensor | None, values: Tensor) -> Tensor:
+    """Return the values [N, C] of some positions, or of all, given those of rows [B, T - 1, C]."""
+    values = values.flatten(0, 1)
+    if target_positions is None:
+        return values
+    return values.index_select(0, target_positions.clamp(min=0))
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Return values in float32, or in float64 if they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 class LossHead(nn.Module):

@@ -134,17 +134,55 @@ def linear_nll(
         is_padding = target_positions < 0
         targets = targets[indices].where(~is_padding, IGNORED)
 
-    hidden = hidden.to(matmul_dtype(hidden.device, hidden.dtype))
     tile_loss = _tile_loss
     # The bits of compiled code depend on which shapes came first.
     if hidden.is_cuda and not torch.are_deterministic_algorithms_enabled():
         tile_loss = _compiled_tile_loss()
+    return _linear_loss(
+        hidden, weight, targets, bias, functools.partial(tile_loss, softcap), per_target
+    )
+
+
+def linear_values(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Any,
+    function: Callable[[Tensor, Any], Tensor],
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return ``function(F.linear(hidden, weight, bias), targets).sum(0)`` in bounded memory.
+
+    The products are computed as in :func:`linear_nll`.
+
+    Args:
+        hidden: [N, C].
+        weight: [V, C].
+        targets: what the logits are compared with. ``targets[slice]`` is that of some positions.
+        function: takes float32 logits [n, V] and the targets of their positions. It returns values
+            [n, M], of which the first is the loss. The others have no gradient.
+        bias: [V].
+        softcap: of the logits, as in :func:`linear_nll`.
+    """
+    tile_loss = functools.partial(_tile_values, function, softcap)
+    return _linear_loss(hidden, weight, targets, bias, tile_loss, per_target=False)
+
+
+def _linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Any,
+    bias: Tensor | None,
+    tile_loss: Callable[..., Tensor],
+    per_target: bool,
+) -> Tensor:
+    hidden = hidden.to(matmul_dtype(hidden.device, hidden.dtype))
     result: Tensor = _LinearLoss.apply(  # type: ignore[no-untyped-call]
         hidden,
         weight,
         bias,
         targets,
-        functools.partial(tile_loss, softcap),
+        tile_loss,
         per_target,
         torch.is_grad_enabled(),  # it is off inside an autograd function
     )
@@ -152,7 +190,10 @@ def linear_nll(
 
 
 class _LinearLoss(torch.autograd.Function):
-    """The sum of a loss, or its values, and its gradients. See :func:`linear_nll`."""
+    """The sum of a loss, or its values, and its gradients.
+
+    See :func:`linear_nll` and :func:`linear_values`.
+    """
 
     @staticmethod
     def forward(
@@ -160,7 +201,7 @@ class _LinearLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor,
+        targets: Any,
         tile_loss: Callable[..., Tensor],
         per_target: bool,
         is_grad_enabled: bool,
@@ -181,11 +222,14 @@ class _LinearLoss(torch.autograd.Function):
         else:
             # Not saved: autograd would keep them to the end of the backward pass, and so copy them.
             ctx.gradients = gradients
-        return torch.cat(values) if per_target else torch.stack([v.sum() for v in values]).sum()
+        ctx.has_metrics = values[0].dim() == 2
+        return torch.cat(values) if per_target else torch.stack([v.sum(0) for v in values]).sum(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.has_metrics:
+            incoming = incoming[0]
         if ctx.is_deferred:
             all_logits, hidden, weight, bias = ctx.saved_tensors
             incoming = incoming.expand(len(hidden))
@@ -204,7 +248,7 @@ class _LinearLoss(torch.autograd.Function):
 def _over_chunks(
     tile_loss: Callable[..., Tensor],
     needs: tuple[bool, ...],
-    targets: Tensor,
+    targets: Any,
     incoming: Tensor | None,
     all_logits: Tensor | None,
     hidden: Tensor,
@@ -214,9 +258,9 @@ def _over_chunks(
     """Compute a loss and its gradients, a chunk of positions at a time.
 
     Args:
-        tile_loss: :func:`_tile_loss` with its first arguments.
+        tile_loss: :func:`_tile_loss` or :func:`_tile_values`, with its first arguments.
         needs: whether each input needs a gradient.
-        targets: [N].
+        targets: [N], or another object that returns those of a slice of positions.
         incoming: the gradient of each value, [N]. ``None`` computes no gradients.
         all_logits: [N, V], if they are known. They are overwritten.
         hidden: [N, C].
@@ -243,9 +287,10 @@ def _over_chunks(
         if all_logits is None:
             logits = hidden[:0]  # frees those of the chunk before
             logits = F.linear(hidden[chunk], head, head_bias)
+        chunk_targets = targets[chunk]
         for tile in _slices(len(logits), vocabulary, TILE_LOGITS, hidden.device):
             tile_incoming = None if incoming is None else incoming[chunk][tile]
-            values.append(tile_loss(logits[tile, :vocabulary], tile_incoming, targets[chunk][tile]))
+            values.append(tile_loss(logits[tile, :vocabulary], tile_incoming, chunk_targets[tile]))
 
         # By now, the logits are their gradient. That of padding is 0.
         if hidden_gradient is not None:
@@ -327,6 +372,33 @@ def _tile_loss(
         gradient *= 1 - (wide / softcap).square()  # tanh' is 1 - tanh^2
     logits.copy_(gradient)
     return nll
+
+
+def _tile_values(
+    function: Callable[[Tensor, Any], Tensor],
+    softcap: float | None,
+    logits: Tensor,
+    incoming: Tensor | None,
+    targets: Any,
+) -> Tensor:
+    """Return values [n, M] of a function, and overwrite the logits with the gradient of the first.
+
+    The arguments are those of :func:`linear_values` and :func:`_tile_loss`.
+    """
+    with torch.set_grad_enabled(incoming is not None):
+        wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+        wide.requires_grad_(incoming is not None)
+        values = function(softcapped(wide, softcap), targets)
+        losses = values[:, 0]
+    if incoming is not None:
+        (gradient,) = torch.autograd.grad(losses, wide, incoming.to(losses.dtype))
+        logits.copy_(gradient)
+    return values.detach()
+
+
+def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return softcap * tanh(logits / softcap), or the logits if there is no softcap."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 @functools.cache

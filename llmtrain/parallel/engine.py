@@ -11,6 +11,7 @@ Each way to train has its own subclass:
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -53,6 +54,7 @@ class Engine:
         ranks: the ranks that train the model.
         model: the model that ``accelerator.prepare`` returned.
         objective: the loss that is minimised.
+        frozen: further models by name, which the objective may run.
         sync_each_batch: reduce the gradient after every micro-batch. A rank of a sharded model then
             never holds more of the gradient than its own shard and one unsharded block.
     """
@@ -63,6 +65,7 @@ class Engine:
         model: nn.Module,
         objective: Objective | None = None,
         sync_each_batch: bool = False,
+        frozen: Mapping[str, nn.Module] = MappingProxyType({}),
     ) -> None:
         self.ranks = ranks
         self.accelerator = ranks.accelerator
@@ -71,6 +74,7 @@ class Engine:
         self.unwrapped = unwrap(model)
         self.objective = objective or Objective()
         self.sync_each_batch = sync_each_batch
+        self._frozen = frozen
         self.phases = Phases(self.device, model)
         # Backward passes of the last step that have reduced gradients over the ranks. However many
         # micro-batches a step has, it needs one. More would change no number, and take longer.
@@ -89,14 +93,25 @@ class Engine:
         result: Result = self.model(**batch, compute=function)
         return result
 
+    def frozen(self, name: str, function: Callable[[Any, Batch], Result], batch: Batch) -> Result:
+        """Return ``function(model, batch)`` of a frozen model, called inside its ``forward``.
+
+        If models are sharded, all ranks call this.
+        """
+        self.phases.begin_pass("forward")
+        with torch.no_grad(), self.accelerator.autocast():
+            result: Result = self._frozen[name](**batch, compute=function)
+        return result
+
     def loss(self, batch: Batch, extra: Batch | None = None) -> LossSums:
         """Return the summed loss of a micro-batch, and its sums of further metrics.
 
         Raises:
             UserError: if the objective returns something else.
         """
+        frozen_inputs = self.objective.frozen_inputs(self, batch)
         sums = self.call_in_forward(
-            lambda model, batch: self.objective.loss(model, batch, extra or {}),
+            lambda model, batch: self.objective.loss(model, batch | frozen_inputs, extra or {}),
             batch,
         )
         _check_sums(self.objective, sums)

@@ -168,10 +168,13 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
     fully_shard_on_mesh = functools.partial(
         fully_shard, mesh=accelerator.torch_device_mesh, offload_policy=plugin.cpu_offload
     )
+    # No backward pass would free the blocks of a frozen model.
+    is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
+    frees_blocks = is_frozen or plugin.reshard_after_forward
     for unit in units_of(model, separate_norms=accelerator.native_amp):
         fully_shard_on_mesh(
             unit.modules,
-            reshard_after_forward=False if unit.starts_backward else plugin.reshard_after_forward,
+            reshard_after_forward=False if unit.starts_backward else frees_blocks,
             mp_policy=policy if unit.is_autocast else stored_policy,
         )
     fully_shard_on_mesh(model, mp_policy=stored_policy)

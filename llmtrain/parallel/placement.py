@@ -1,7 +1,8 @@
 """Move a new model to the devices that train it, and choose the engine that computes with it."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -20,14 +21,15 @@ from llmtrain.parallel.ranks import Ranks
 from llmtrain.parallel.shards import fill, local_shard
 
 
-def move_to_devices(ranks: Ranks, bundle: ModelBundle) -> ModelBundle:
+def move_to_devices(ranks: Ranks, bundle: ModelBundle, label: str = "model") -> ModelBundle:
     """Move a new model to this rank's device, or shard it if the accelerate config asks for it.
 
     Parameters on the meta device become real and get their initial weights.
 
     Args:
         ranks: the ranks of the run.
-        bundle: the model with its weights. It is changed in place.
+        bundle: the model with its weights, and frozen ones. They are changed in place.
+        label: of the model, in the log.
 
     Returns:
         The same ``bundle``.
@@ -50,8 +52,10 @@ def move_to_devices(ranks: Ranks, bundle: ModelBundle) -> ModelBundle:
             "the model on the CPU."
         )
     total, trained = parameter_counts(model)
-    share = "" if trained == total else f", {trained:,} of them trained ({trained / total:.2%})"
-    say("model", f"{class_name}: {total:,} parameters{share}")
+    share = (
+        "" if trained in (0, total) else f", {trained:,} of them trained ({trained / total:.2%})"
+    )
+    say(label, f"{class_name}: {total:,} parameters{share}")
 
     if ranks.is_sharded:
         place_sharded(ranks, model, bundle.weights or ())
@@ -63,6 +67,9 @@ def move_to_devices(ranks: Ranks, bundle: ModelBundle) -> ModelBundle:
             model.to(ranks.device)
     bundle.check()
     bundle.objective.check(model)
+    for name, frozen in bundle.frozen.items():
+        move_to_devices(ranks, frozen, label=name)
+        frozen.model.eval()
     return bundle
 
 
@@ -142,6 +149,7 @@ def engine_for(
     model: nn.Module,
     objective: Objective,
     config: ParallelConfig,
+    frozen: Mapping[str, ModelBundle] = MappingProxyType({}),
 ) -> Engine:
     """Return the engine for the parallel method that the accelerate config asks for.
 
@@ -150,9 +158,15 @@ def engine_for(
         model: the model that ``accelerator.prepare`` returned.
         objective: the loss that is minimised.
         config: how ranks exchange gradients.
+        frozen: the frozen models of the run.
     """
+    engine_class: type[Engine] = ShardedEngine if ranks.is_sharded else ReplicatedEngine
     if config.bitwise:
-        return BitwiseEngine(ranks, model, objective=objective)
-
-    engine_class = ShardedEngine if ranks.is_sharded else ReplicatedEngine
-    return engine_class(ranks, model, objective=objective, sync_each_batch=config.sync_each_batch)
+        engine_class = BitwiseEngine
+    return engine_class(
+        ranks,
+        model,
+        objective=objective,
+        sync_each_batch=config.sync_each_batch,
+        frozen={name: bundle.model for name, bundle in frozen.items()},
+    )

@@ -37,7 +37,7 @@ from llmtrain.training.layout import Layout, fit_to_rows
 from llmtrain.training.learning_rates import LearningRates
 from llmtrain.training.optim import check_optimizer_flags
 from llmtrain.training.parts import Parts
-from llmtrain.training.reference import with_reference
+from llmtrain.training.reference import weights_key, with_reference
 from llmtrain.training.run import Run, RunStatus
 from llmtrain.training.settings import RunConfig, Settings
 from llmtrain.training.summary import publish
@@ -183,9 +183,11 @@ def run_fingerprint(
             settings.eval.eval_steps,
         ]
 
+    ranks = ranks_of(accelerator)
     return {
         "model": bundle.files.config,
         "initial_weights": bundle.start,
+        "frozen": {name: weights_key(ranks, frozen) for name, frozen in bundle.frozen.items()},
         "random": RANDOM_VERSION,
         "data": rows.metadata.data_sha256,
         "mixture": [] if rows.mixture is None else rows.mixture.weights,

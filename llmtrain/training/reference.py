@@ -53,15 +53,10 @@ def with_reference(ranks: Ranks, seed: int, rows: Tokenized, bundle: ModelBundle
     objective_key: list[Any] = [type(objective).__name__, objective.reference_source]
     if not is_own(type(objective)):
         objective_key.extend([settings_of(objective), code_sha256()])
-    weights = (bundle.start or {}).get("weights")
-    if weights is None:  # a module that a recipe has made
-        checksums = [int(checksum(local_shard(p.detach()))) for p in bundle.model.parameters()]
-        # Each rank of a sharded model has seen its own shards only.
-        weights = ranks.on_all(lambda: checksums) if ranks.is_sharded else checksums
     # Everything that the numbers depend on.
     key = digest(
         {
-            "weights": weights,
+            "weights": weights_key(ranks, bundle),
             "config": bundle.files.config,
             "seed": seed,
             "random": RANDOM_VERSION,
@@ -82,6 +77,19 @@ def with_reference(ranks: Ranks, seed: int, rows: Tokenized, bundle: ModelBundle
     if rows.eval is not None:
         eval_rows = _with_column(ranks, folder / "eval", rows.eval, bundle)
     return replace(rows, train=train, eval=eval_rows)
+
+
+def weights_key(ranks: Ranks, bundle: ModelBundle) -> Any:
+    """Return what identifies the initial weights of a model: where they are from, or checksums.
+
+    All ranks call this.
+    """
+    weights = (bundle.start or {}).get("weights")
+    if weights is None:  # a module that a recipe has made
+        checksums = [int(checksum(local_shard(p.detach()))) for p in bundle.model.parameters()]
+        # Each rank of a sharded model has seen its own shards only.
+        weights = ranks.on_all(lambda: checksums) if ranks.is_sharded else checksums
+    return weights
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from llmtrain.planning import RowsAreMade, current_plan
 
 if TYPE_CHECKING:
     from llmtrain.models.config import ModelConfig
+    from llmtrain.models.distillation import DistillConfig
     from llmtrain.models.preference import PreferenceConfig
 
 _TASKS = {
@@ -35,6 +36,7 @@ def tokenize(
     chat: RowConfig | None = None,
     model: "ModelConfig | None" = None,
     preference: "PreferenceConfig | None" = None,
+    distill: "DistillConfig | None" = None,
     *,
     records: PythonRecords | None = None,
     records_fingerprint: str | None = None,
@@ -60,6 +62,7 @@ def tokenize(
             data. ``None``: the records are plain text.
         model: the model of Hugging Face to train, if it is one.
         preference: the preference loss, with which the model will be trained.
+        distill: the distillation, if the model will learn from a teacher.
         records: the records of a recipe that has its own data: a ``datasets.Dataset``, a list of
             texts or of dictionaries of fields, or a function that yields them, always the same
             records in the same order. Then ``data.dataset`` is not read.

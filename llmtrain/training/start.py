@@ -149,6 +149,11 @@ def _build_bundle(
         config = {MODULE_CLASS: type(bundle.model).__name__}
         bundle.files = ModuleFiles(config, rows.tokenizer, rows.metadata.dataset)
     make_trainable(bundle.model)
+    for frozen in bundle.frozen.values():
+        frozen.model.requires_grad_(False)
+        make_trainable(frozen.model)
+        if precision == "bf16":
+            cast_weights(frozen.model, torch.bfloat16, with_frozen=True)
     if rows.is_packed and not bundle.model.takes_position_ids:
         raise UserError(
             f"{type(bundle.model).__name__}.forward takes no position_ids, which keep the "

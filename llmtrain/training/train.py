@@ -40,7 +40,13 @@ def train(
         UserError: if the model or the settings do not allow training.
     """
     check_steps(run)
-    engine = engine_for(run.ranks, model, run.parts.objective, run.settings.parallel)
+    engine = engine_for(
+        run.ranks,
+        model,
+        run.parts.objective,
+        run.settings.parallel,
+        frozen=run.bundle.frozen,
+    )
     check_model(run, engine.unwrapped)
     if run.settings.run.dry_run:
         say(
