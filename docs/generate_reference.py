@@ -24,7 +24,7 @@ from llmtrain.config.parser import Flag, text_of
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
-RECIPES = ("gpt", "finetune", "preference")
+RECIPES = ("gpt", "finetune", "distill", "preference")
 _MARK = "<!-- python docs/generate_reference.py writes this page -->"
 
 
@@ -73,10 +73,11 @@ def _flags_by_section() -> dict[str, dict[str, FlagByRecipe]]:
         module = runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))
         sections_by_recipe[recipe] = recipe_parser(configs_of(module["DEFAULTS"])).sections
 
-    # The last recipe has all sections.
-    sections: dict[str, dict[str, FlagByRecipe]] = {
-        title: {} for title in sections_by_recipe[RECIPES[-1]]
-    }
+    # The last recipe has most sections.
+    sections: dict[str, dict[str, FlagByRecipe]] = {}
+    for recipe in reversed(RECIPES):
+        for title in sections_by_recipe[recipe]:
+            sections.setdefault(title, {})
     for recipe, recipe_sections in sections_by_recipe.items():
         for title, flags in recipe_sections.items():
             for flag in flags:

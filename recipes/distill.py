@@ -4,8 +4,7 @@
 # ///
 """Distill a teacher into a student: train one causal language model to predict as another does.
 
-accelerate launch recipes/distill.py --model_name_or_path STUDENT --dataset chats.jsonl \\
-    --teacher_model_name_or_path TEACHER
+accelerate launch recipes/distill.py --model_name_or_path A --teacher_model_name_or_path B
 """
 
 from __future__ import annotations
@@ -46,18 +45,11 @@ DEFAULTS = Settings(
 def tokenized(settings: Settings) -> lt.Tokenized:
     """Tokenise the data set with the model's tokenizer, and pack it into rows on disk."""
     if settings.model.model_name_or_path:
-        has_adapter = settings.lora.lora_r > 0 or settings.model.continue_adapter
-        settings.optim.set_default(
-            "learning_rate",
-            2e-4 if has_adapter else 2e-5,
-            "default for a pretrained model",
-        )
+        rate = 2e-4 if settings.lora.lora_r or settings.model.continue_adapter else 2e-5
+        settings.optim.set_default("learning_rate", rate, "default for a pretrained model")
     settings.default_epochs(3.0)
     return lt.tokenize(
-        settings.data,
-        chat=settings.chat,
-        model=settings.model,
-        distill=settings.distill,
+        settings.data, chat=settings.chat, model=settings.model, distill=settings.distill
     )
 
 

@@ -3,9 +3,11 @@
 from typing import Any
 
 from llmtrain.config.flags import resolved
-from recipes import finetune, gpt, preference
+from recipes import distill, finetune, gpt, preference
 
-_SHIPPED = resolved(gpt.DEFAULTS) | resolved(finetune.DEFAULTS) | resolved(preference.DEFAULTS)
+_SHIPPED = {}
+for _recipe in (gpt, finetune, preference, distill):
+    _SHIPPED |= resolved(_recipe.DEFAULTS)
 EFFECTS = {name: setting["affects"] for name, setting in _SHIPPED.items()}
 
 

@@ -434,6 +434,7 @@ def printed_config(
 RECIPE_FLAGS = {
     "gpt.py": "--n_layer 2 --max_length 64 --mixture 0.7 0.3",
     "finetune.py": "--no_packing --lora_r 16 --max_length auto",
+    "distill.py": "--teacher_model_name_or_path runs/teacher --beta 0.5 --sft_share 0.1",
     "preference.py": r"--packing auto --loss_type kto --freeze 'h\.[0-3]|: #'",
 }
 

@@ -201,6 +201,7 @@ class RowConfig(Config):
         "drop",
         "what to do with a conversation that is longer than --max_length: leave it out; keep the "
         "turns that fit (of an answer to compare, its beginning); or stop",
+        hidden=True,
     )
     on_bad_row: Literal["error", "skip"] = flag(
         "error",
@@ -246,6 +247,7 @@ class ChatConfig(RowConfig):
     turns: Literal["all", "last"] = flag(
         "all",
         "assistant turns to train: all of them, or only those after the last user message",
+        hidden=True,
     )
 
 

@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmtrain.config.flags import Affects, Config, flag, require_range
+from llmtrain.config.flags import Affects, Config, flag, flags_of, require_range
 from llmtrain.errors import UserError
 from llmtrain.files import local_path
 
@@ -42,6 +42,7 @@ class DistillConfig(Config):
         0.0,
         "share S of the negative log-likelihood in the loss: (1 - S) x divergence + S x nll of the "
         "targets",
+        hidden=True,
     )
     loss_top_k: int = flag(
         0,
@@ -49,6 +50,7 @@ class DistillConfig(Config):
         "the rows, so that training needs no teacher",
         metavar="K",
         affects="data",
+        hidden=True,
     )
     rounds: int = flag(
         0,
@@ -57,13 +59,14 @@ class DistillConfig(Config):
         "answers in the data",
     )
     prompts_per_round: int = flag(
-        512, "prompts that the student answers in each of the --rounds", metavar="N"
+        512, "prompts that the student answers in each of the --rounds", metavar="N", hidden=True
     )
     max_new_tokens: int = flag(256, "longest answer in --rounds, in tokens", hidden=True)
     round_loss: Literal["sampled_reverse_kl", "full"] = flag(
         "sampled_reverse_kl",
         "loss in --rounds: sampled_reverse_kl compares the two models at the tokens that the "
         "student has sampled; full is the divergence of --beta, over the whole vocabulary",
+        hidden=True,
     )
 
     def __post_init__(self) -> None:
@@ -76,7 +79,8 @@ class DistillConfig(Config):
 
     def check_given(self) -> None:
         for name in ("prompts_per_round", "max_new_tokens", "round_loss"):
-            if self.is_set(name) and not self.rounds:
+            is_changed = getattr(self, name) != flags_of(self)[name].default
+            if is_changed and not self.rounds:
                 raise UserError(f"--{name} has no effect without --rounds; leave it out.")
         if not self.rounds:
             return
@@ -95,7 +99,7 @@ class DistillConfig(Config):
                 "answers; leave it out."
             )
         is_sampled = self.round_loss == "sampled_reverse_kl"
-        if is_sampled and (self.is_set("beta") or self.temperature != 1):
+        if is_sampled and (self.beta or self.temperature != 1):
             raise UserError(
                 "--round_loss sampled_reverse_kl is the reverse KL at temperature 1; leave --beta "
                 "and --temperature out, or use --round_loss full."
