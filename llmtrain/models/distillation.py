@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from llmtrain.config.flags import Affects, Config, flag, flags_of, require_range
 from llmtrain.errors import UserError
-from llmtrain.files import local_path
+from llmtrain.model_folders import model_folder
 
 
 @dataclass
@@ -75,7 +75,10 @@ class DistillConfig(Config):
         require_range(self, "loss_top_k", "rounds", at_least=0, at_most=1_000_000)
         require_range(self, "prompts_per_round", "max_new_tokens", at_least=1, at_most=10_000_000)
         if self.teacher_model_name_or_path is not None:
-            local_path(self.teacher_model_name_or_path, "--teacher_model_name_or_path ")
+            try:
+                model_folder(self.teacher_model_name_or_path)
+            except UserError as error:
+                raise UserError(f"--teacher_model_name_or_path {error}") from None
 
     def check_given(self) -> None:
         for name in ("prompts_per_round", "max_new_tokens", "round_loss"):

@@ -32,7 +32,14 @@ from llmtrain.models.causal_lm import CausalLM, make_causal_lm
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.distillation import DistillConfig
 from llmtrain.models.distillation_objective import SCORED_COLUMNS, DistillationObjective
-from llmtrain.models.export import ModelFiles, config_values
+from llmtrain.models.export import (
+    MODULE_CLASS,
+    ModelFiles,
+    config_values,
+    folder_config,
+    gives_scores,
+    how_to_load,
+)
 from llmtrain.models.hub_models import (
     StoredDtypes,
     local_folder,
@@ -273,6 +280,13 @@ def load_teacher(
     config.gradient_checkpointing = False
     try:
         config.resolve_runs()
+        folder = Path(str(config.model_name_or_path))
+        values = folder_config(folder)
+        if MODULE_CLASS in values or gives_scores(values):
+            raise UserError(
+                f"--model_name_or_path {folder} gives no logits ({how_to_load(folder)}); name a "
+                "causal language model."
+            )
         if current_plan() is None:
             _check_vocabulary(config, rows)
         return _load(config, None, rows, seed, precision="no")
