@@ -233,7 +233,7 @@ class SetMaker:
         reader = self.readers[source]
         shard = reader.shards[number]
         request = self.request
-        store = TokenStore(self.folder / f".tmp-tokens-{source}-{number}", self.extra)
+        store = TokenStore(temporary_sibling(self.folder / "tokens"), self.extra)
         if isinstance(reader, Documents):
             is_trained = tok.is_trained(request.spec)
             return EncodedCorpus(

@@ -1,5 +1,6 @@
 """Shards: which records each has, what is read of it, and what a start after a kill makes again."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from llmtrain.commands import tokenize as commands_tokenize
 from llmtrain.data import prepare, shards
 from llmtrain.data.config import ChatConfig, RowConfig
 from llmtrain.data.packing import columns_of
@@ -248,23 +250,43 @@ def test_a_manifest_that_contradicts_its_set_is_refused(
         Tokenized.open(folder)
 
 
+def text_request(path: Path, cache: Path) -> DataRequest:
+    """Return a request for rows of texts, with a tokenizer that was trained on other ones."""
+    trained_on = write_records(path.with_name("first.jsonl"), TEXTS)
+    entry = make_set(trained_on, None).metadata.cache_entry
+    return DataRequest(
+        data_config(path, tokenizer=str(cache / entry / "tokenizer")),
+        16,
+        chat=None,
+        support=None,
+        trust_remote_code=False,
+        own_source=None,
+        unpaired=False,
+        max_positions=None,
+    )
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_an_estimate_leaves_the_tokens_of_another_process_alone(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands_tokenize, "_ESTIMATED_RECORDS", 1)
+    request = text_request(write_records(tmp_path / "all.jsonl", TEXTS), cache)
+    makers = [prepare.SetMaker(tmp_path / "set", request) for _ in range(2)]
+    reader = makers[0].readers[0]
+    reader.divide()
+    shard = makers[0].encoder(0, 0)
+    with contextlib.closing(shard.store) as store:
+        shard.encode(reader.read([0]))
+        tokens = store.read(0, int(store.bounds[-1])).tolist()
+        commands_tokenize._estimate(makers[1])
+        assert store.read(0, int(store.bounds[-1])).tolist() == tokens
+
+
 @pytest.mark.usefixtures("small_shards")
 def test_a_part_of_another_set_is_refused_before_it_is_made(tmp_path: Path, cache: Path) -> None:
     paths = [write_records(tmp_path / f"{number}.jsonl", TEXTS[number:]) for number in range(2)]
-    tokenizer = str(cache / make_set(paths[0], None).metadata.cache_entry / "tokenizer")
-    requests = [
-        DataRequest(
-            data_config(path, tokenizer=tokenizer),
-            16,
-            chat=None,
-            support=None,
-            trust_remote_code=False,
-            own_source=None,
-            unpaired=False,
-            max_positions=None,
-        )
-        for path in paths
-    ]
+    requests = [text_request(path, cache) for path in paths]
     folder = tmp_path / "set"
     prepare.SetMaker(folder, requests[0]).make(1, 2)
     files = sorted(folder.iterdir())
