@@ -26,10 +26,11 @@ from llmtrain.recipe_arguments import add_recipe_arguments, check_recipe
 from llmtrain.storage import Storage, is_address
 
 if TYPE_CHECKING:
-    from llmtrain.data.prepare import SetMaker
-    from llmtrain.data.request import DataRequest
+    from llmtrain.data.prepare import EncodedShard, SetMaker
+    from llmtrain.data.request import DataRequest, Scorer
 
 _ESTIMATED_RECORDS = 1_000
+_ESTIMATED_PASSES = 4  # of the teacher
 # In a folder or at an address, while a set is made.
 _OWN_FILES = re.compile(r"(shard|train|eval|\.tmp)-.*|tokenizer(/.*)?|[0-9a-f]{64}\.safetensors")
 
@@ -38,6 +39,8 @@ EXAMPLES = (
     "llmtrain tokenize recipes/gpt.py --dataset texts --tokenizer gpt2 --to sets/texts --shard 3/8",
     "llmtrain tokenize recipes/gpt.py --dataset texts --tokenizer gpt2 --to sets/texts --finish",
     "llmtrain tokenize recipes/gpt.py --dataset texts.jsonl --to s3://bucket/sets/texts",
+    "llmtrain tokenize recipes/distill.py --dataset chats.jsonl --model_name_or_path student "
+    "--teacher_model_name_or_path teacher --loss_top_k 64 --to sets/scored",
 )
 
 
@@ -189,32 +192,82 @@ def _make(
 
 
 def _estimate(maker: "SetMaker") -> None:
-    """Say how many tokens there will be, and how long it will take, by the first records."""
+    """Say how many tokens there will be, and how long it will take, by the first records.
+
+    Raises:
+        UserError: if the disk has no room for rows that a teacher scores.
+    """
     import numpy as np
 
     from llmtrain.data.shards import token_dtype
 
-    reader = maker.readers[0]
-    reader.divide()
-    shard = maker.encoder(0, 0)
-    start = time.monotonic()
-    with contextlib.closing(shard.store):
-        shard.encode(islice(reader.read([0]), _ESTIMATED_RECORDS))
-        seconds = time.monotonic() - start
-        tokens = int(shard.store.bounds[-1])
-    first_bytes = reader.text_bytes[:_ESTIMATED_RECORDS].sum()
     all_bytes = 0
     for each in maker.readers:
         each.divide()
         all_bytes += each.text_bytes.sum()
-    scale = all_bytes / max(first_bytes, 1)
-    columns = 3 if maker.renderer is not None else len(maker.request.text_columns)
-    megabytes = tokens * scale * columns * np.dtype(token_dtype(maker.vocabulary)).itemsize / 1e6
+    reader = maker.readers[0]
+    first_records = reader.text_bytes[reader.shards[0].start : reader.shards[0].stop]
+    scale = all_bytes / max(first_records[:_ESTIMATED_RECORDS].sum(), 1)
+
+    shard = maker.encoder(0, 0)
+    start = time.monotonic()
+    with contextlib.closing(shard.store):
+        shard.encode(islice(reader.read([0]), _ESTIMATED_RECORDS))
+        seconds = (time.monotonic() - start) * scale
+        tokens = int(shard.store.bounds[-1]) * scale
+        columns = 3 if maker.renderer is not None else len(maker.request.text_columns)
+        megabytes = tokens * columns * np.dtype(token_dtype(maker.vocabulary)).itemsize / 1e6
+        if maker.request.scorer is not None:
+            megabytes, score_seconds = _estimate_scores(maker, maker.request.scorer, shard, scale)
+            seconds += score_seconds
     shards = sum(len(each.shards) for each in maker.readers)
     say(
         "estimate",
         f"{pluralize(shards, 'shard')}, {all_bytes / 1e6:,.1f} MB of source text; by the first "
-        f"{_ESTIMATED_RECORDS:,} records about {tokens * scale:,.0f} tokens, "
-        f"{megabytes:,.1f} MB on disk, {seconds * scale / 60:,.1f} minutes",
+        f"{_ESTIMATED_RECORDS:,} records about {tokens:,.0f} tokens, "
+        f"{megabytes:,.1f} MB on disk, {seconds / 60:,.1f} minutes",
         sys.stderr,
     )
+
+
+def _estimate_scores(
+    maker: "SetMaker", scorer: "Scorer", shard: "EncodedShard", scale: float
+) -> tuple[float, float]:
+    """Return the megabytes of all rows with their scores, and the seconds that scoring takes.
+
+    Args:
+        maker: makes the rows.
+        scorer: scores them.
+        shard: the first records, encoded.
+        scale: the size of all records, divided by that of these.
+
+    Raises:
+        UserError: if the disk has no room for the rows.
+    """
+    from llmtrain.data.prepare import row_length
+
+    length = maker.length or row_length(maker.request, [shard])
+    with tempfile.TemporaryDirectory() as folder:
+        samples = []
+        for split in maker.request.recorded[0].splits:
+            _, rows = maker.unscored(Path(folder, split), split, shard, length)
+            samples.append(rows)
+        count = sum(len(rows.train) for rows in samples) * scale
+        columns = {**samples[0].train.columns, **scorer.columns(length + 1, maker.vocabulary)}
+        megabytes = count * sum(column.row_bytes for column in columns.values()) / 1e6
+
+        # The estimate includes shards that are there. A set at an address needs less room.
+        free = shutil.disk_usage(maker.folder).free
+        free += sum(path.stat().st_size for path in maker.folder.glob("*.safetensors"))
+        if maker.storage is None and megabytes > free / 1e6:
+            raise UserError(
+                f"{maker.folder} has no room: the rows with their scores take about "
+                f"{megabytes:,.0f} MB, and {free / 1e6:,.0f} MB are free; make room, name a folder "
+                "on another disk, or lower --loss_top_k."
+            )
+
+        passes = scorer.score(max(samples, key=lambda rows: len(rows.train)))
+        next(passes, None)  # loads the teacher
+        start = time.monotonic()
+        timed = sum(len(scores["teacher_logp"]) for scores in islice(passes, _ESTIMATED_PASSES))
+        return megabytes, (time.monotonic() - start) / max(timed, 1) * count

@@ -10,7 +10,7 @@ import copy
 import shutil
 import sys
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,7 +29,7 @@ from llmtrain.data.readers import Source, Split
 from llmtrain.data.records import Documents, records_of
 from llmtrain.data.render import AnyRenderer, PromptCompletionRenderer, Renderer
 from llmtrain.data.request import DataRequest
-from llmtrain.data.shards import facts_of
+from llmtrain.data.shards import Shard, TokenRows, create_shard, facts_of
 from llmtrain.data.tokenized import FORMAT_VERSION, MANIFEST, Tokenized, metadata_of
 from llmtrain.errors import UserError, as_user_error, first_line
 from llmtrain.files import (
@@ -38,6 +38,7 @@ from llmtrain.files import (
     digest,
     hashes_of,
     new_folder,
+    read_hashed,
     read_sealed,
     sync,
     temporary_sibling,
@@ -50,6 +51,8 @@ from llmtrain.versions import versions
 
 # The records of a shard as tokens, which are encoded once, and written as the rows of each split.
 EncodedShard: TypeAlias = EncodedCorpus | EncodedChats[Any]
+# Shards whose rows a model scores are so many times smaller, because each takes long.
+_SCORED_SHARD_SCALE = 32
 
 
 def cached_rows(request: DataRequest) -> tuple[Tokenized, bool]:
@@ -117,6 +120,9 @@ class SetMaker:
             records_of(source, request.config, request.chat, request.unpaired, vocabulary)
             for source in request.recorded
         ]
+        if request.scorer is not None:
+            for reader in self.readers:
+                reader.shard_scale = _SCORED_SHARD_SCALE
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer = request.tokenizer or self._trained_tokenizer()
         self.vocabulary = vocabulary_of(self.tokenizer)
@@ -186,7 +192,7 @@ class SetMaker:
                 shards = [*encoded]
                 for _, _, shard in shards:
                     temporary.callback(shard.store.close)
-                self.length = _row_length(self.request, [shard for _, _, shard in shards])
+                self.length = row_length(self.request, [shard for _, _, shard in shards])
             for source, number, shard in shards:
                 self._write(source, number, shard)
 
@@ -270,10 +276,12 @@ class SetMaker:
         for split in self.request.recorded[source].splits:
             path = self.folder / f"{split}-{source}-{number:05}.safetensors"
             working = path.with_name(f".tmp-{path.name}")
-            audit = shard.write(working, split, self.length, self.vocabulary)
+            audit = self._write_rows(working, split, shard)
             sync(working)
             working.rename(path)
             facts[split] = {"audit": asdict(audit), **facts_of(path)}
+            if self.request.scorer is not None:
+                facts[split]["precision"] = self.request.scorer.precision
             if self.storage is not None:
                 name = f"{facts[split]['sha256']}.safetensors"
                 if self.storage.sizes(name).get(name) != facts[split]["bytes"]:
@@ -285,6 +293,42 @@ class SetMaker:
         write_sealed(facts_path, facts)
         if self.storage is not None:
             self.storage.upload(facts_path.name, facts_path)
+
+    def _write_rows(self, path: Path, split: Split, shard: EncodedShard) -> Audit:
+        """Write the rows of a split, with the columns of the scorer if there is one."""
+        scorer = self.request.scorer
+        if scorer is None:
+            return shard.write(path, split, self.length, self.vocabulary)
+
+        unscored_path = path.with_name(f"{path.name}-unscored")
+        audit, unscored = self.unscored(unscored_path, split, shard, self.length)
+        rows = unscored.train
+        width = unscored.positions + 1
+        columns = {**rows.columns, **scorer.columns(width, self.vocabulary)}
+        with create_shard(path, columns, len(rows)) as write:
+            start = 0
+            for scores in scorer.score(unscored):
+                stop = start + len(next(iter(scores.values())))
+                write({**rows.read(np.arange(start, stop)), **scores})
+                start = stop
+        unscored_path.unlink()
+        # The scores belong to the data of a run, too.
+        return replace(audit, sha256=read_hashed(path)["sha256"])
+
+    def unscored(
+        self, path: Path, split: Split, shard: EncodedShard, length: int
+    ) -> tuple[Audit, Tokenized]:
+        """Write the rows of a split without the columns of the scorer, and open them."""
+        audit = shard.write(path, split, length, self.vocabulary)
+        request = self.request
+        rows = Tokenized(
+            TokenRows([Shard(path.parent, facts_of(path))]),
+            None,
+            self.tokenizer,
+            metadata_of("", request.spec, self.tokenizer, length, train=[audit], eval=[]),
+            new_tokens=request.new_tokens,
+        )
+        return audit, rows
 
     def finish(self) -> None:
         """Write the manifest.
@@ -348,7 +392,7 @@ class SetMaker:
             leftover.unlink(missing_ok=True)
 
 
-def _row_length(request: DataRequest, encoded: Sequence[EncodedShard]) -> int:
+def row_length(request: DataRequest, encoded: Sequence[EncodedShard]) -> int:
     """Return a length that most training examples fit in, for ``--max_length auto``."""
     split: Split = "train" if request.train_names else "eval"
     chats = [shard for shard in encoded if isinstance(shard, EncodedChats)]

@@ -79,6 +79,7 @@ class Records(Generic[R]):
             wrong with it.
         is_cut: whether some records have a part in each split.
         is_chosen_by_all: whether the eval data depend on all records.
+        shard_scale: how many times smaller shards are than usual.
         shards: the numbers of the records of each shard, once they are divided.
         text_bytes: float64 [records], the size of each, once they are divided.
         unit: a word for the records.
@@ -95,6 +96,7 @@ class Records(Generic[R]):
     bad: dict[int, str] = dataclasses.field(default_factory=dict)
     is_cut: bool = False
     is_chosen_by_all: bool = False
+    shard_scale: int = 1
     shards: list[range] = dataclasses.field(default_factory=list)
     text_bytes: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0))
     _splits: Splits | None = None
@@ -125,7 +127,7 @@ class Records(Generic[R]):
                 measures.extend((hash_bits / 2**48, size, self.text_bytes_of(fields, content)))
             hashes, sizes, self.text_bytes = np.frombuffer(measures).reshape(-1, 3).T
             self._splits = self._splits_of(hashes, sizes)
-            self.shards = shards_of(self.text_bytes)
+            self.shards = shards_of(self.text_bytes, self.shard_scale)
         return self._splits
 
     def read(self, shards: Sequence[int] | None = None) -> Iterator[ReadRecord[R]]:

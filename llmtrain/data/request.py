@@ -5,8 +5,11 @@ Flags that do not fit each other or the first records are reported here, before 
 
 import copy
 import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Literal
+from typing import Literal, Protocol
+
+import numpy as np
 
 from llmtrain.config.flags import flags_of
 from llmtrain.console import say
@@ -16,13 +19,34 @@ from llmtrain.data.formats import parse_columns
 from llmtrain.data.order import counts_per_period
 from llmtrain.data.packing import LENGTHS, TOKEN_COLUMNS
 from llmtrain.data.readers import Source
+from llmtrain.data.shards import Column
 from llmtrain.data.sources import requested_sources
 from llmtrain.data.token_files import token_documents
-from llmtrain.data.tokenized import FORMAT_VERSION
+from llmtrain.data.tokenized import FORMAT_VERSION, Tokenized
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject, digest
 from llmtrain.interfaces.model import PackingSupport
 from llmtrain.storage import is_address
+
+
+class Scorer(Protocol):
+    """Adds columns to rows: what another model, such as a teacher, says about their targets.
+
+    Attributes:
+        precision: the mixed precision of the model; empty before it has scored something.
+    """
+
+    precision: str
+
+    @property
+    def fingerprint(self) -> JsonObject:
+        """Everything that the columns depend on, apart from the precision."""
+
+    def columns(self, width: int, vocabulary: int) -> Mapping[str, Column]:
+        """Return the columns that are added to rows of ``width`` tokens."""
+
+    def score(self, rows: Tokenized) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the columns of a few rows at a time, in the stored order."""
 
 
 class DataRequest:
@@ -39,6 +63,7 @@ class DataRequest:
         own_source: the records of a recipe that has its own data.
         unpaired: the loss takes single answers with a label, not only pairs.
         max_positions: the number of positions of the model, which ``auto`` does not exceed.
+        scorer: adds columns to the rows.
 
     Attributes:
         sources: the data sets to train on, then those to evaluate on.
@@ -69,6 +94,7 @@ class DataRequest:
         own_source: Source | None,
         unpaired: bool,
         max_positions: int | None,
+        scorer: Scorer | None = None,
     ) -> None:
         assert config.tokenizer is not None, "the recipe sets a tokenizer if the user named none"
         self.config = config
@@ -76,6 +102,7 @@ class DataRequest:
         self.takes_conversations = chat is not None
         self.unpaired = unpaired
         self.max_positions = max_positions
+        self.scorer = scorer
         self.spec = config.tokenizer
 
         # Wrong numbers are reported before any text is read.
@@ -214,6 +241,7 @@ class DataRequest:
             "text_columns": self.text_columns,
             "rendering": rendering,
             "unpaired": self.unpaired,
+            "teacher": None if self.scorer is None else self.scorer.fingerprint,
         }
 
 

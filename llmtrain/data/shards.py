@@ -36,19 +36,21 @@ _SAFETENSORS_DTYPES = {
 RowWriter: TypeAlias = Callable[[Mapping[str, np.ndarray]], None]
 
 
-def shards_of(text_bytes: np.ndarray) -> list[range]:
+def shards_of(text_bytes: np.ndarray, scale: int = 1) -> list[range]:
     """Divide records into shards of 100,000 records or 256 MiB, whichever comes first.
 
     Args:
         text_bytes: float64 [records], the size of each.
+        scale: make shards so many times smaller.
     """
+    most_records = max(SHARD_RECORDS // scale, 1)
     shards = []
     start = 0
     before = np.cumsum(text_bytes) - text_bytes  # bytes before each record
     while start < len(before):
         # Bytes of the shard before each record that it may have.
-        sizes = before[start : start + SHARD_RECORDS] - before[start]
-        stop = start + int(np.searchsorted(sizes, SHARD_BYTES))
+        sizes = before[start : start + most_records] - before[start]
+        stop = start + int(np.searchsorted(sizes, SHARD_BYTES / scale))
         shards.append(range(start, stop))
         start = stop
     return shards

@@ -23,7 +23,7 @@ from llmtrain.models.loss import targets_of
 SCORED_COLUMNS = ("teacher_ids", "teacher_logps", "teacher_rest", "teacher_logp")
 SAMPLED_COLUMNS = ("teacher_logp", "student_logp")
 # Below this, a log-probability counts as this. A model may mask logits with -inf.
-_LEAST_LOGP = -1e4
+LEAST_LOGP = -1e4
 
 
 class Targets:
@@ -175,7 +175,7 @@ def _deferred_logits(model: Any, batch: Batch) -> tuple[Tensor, Callable[[Tensor
 
 def log_probabilities(logits: Tensor) -> Tensor:
     """Return the log-probabilities of logits [n, V]."""
-    return logits.log_softmax(1).clamp(min=_LEAST_LOGP)
+    return logits.log_softmax(1).clamp(min=LEAST_LOGP)
 
 
 def generalized_jsd(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
@@ -220,5 +220,5 @@ def top_k_outcomes(
     log_q = log_probabilities(logits)
     least = torch.finfo(logits.dtype).min  # -inf would have no gradient if k is the vocabulary
     others = log_q.scatter(1, teacher_ids, least)
-    log_rest = others.logsumexp(1, keepdim=True).clamp(min=_LEAST_LOGP)
+    log_rest = others.logsumexp(1, keepdim=True).clamp(min=LEAST_LOGP)
     return log_p, torch.cat([log_q.gather(1, teacher_ids), log_rest], dim=1)

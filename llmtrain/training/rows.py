@@ -10,11 +10,12 @@ from llmtrain.console import is_or_are, pluralize, say
 from llmtrain.data.audit import COVERED_SHARE
 from llmtrain.data.config import DataConfig, PairConfig, RowConfig
 from llmtrain.data.prepare import cached_rows
-from llmtrain.data.request import DataRequest
+from llmtrain.data.request import DataRequest, Scorer
 from llmtrain.data.sets import joined
 from llmtrain.data.sources import PythonRecords, is_set, records_source
 from llmtrain.data.tokenized import Tokenized, short_names
 from llmtrain.errors import UserError
+from llmtrain.files import JsonObject
 from llmtrain.interfaces.model import PackingSupport
 from llmtrain.planning import RowsAreMade, current_plan
 
@@ -98,6 +99,13 @@ def tokenize(
     if max_length is None:
         raise UserError("tokenize: name a model, or the max_length of the rows.")
 
+    plan = current_plan()
+    takes_rows = plan is not None and plan.take_rows is not None
+    scorer: Scorer | None = None
+    if takes_rows and distill is not None and distill.loss_top_k:
+        from llmtrain.training.teacher_scorer import TeacherScorer  # imports torch
+
+        scorer = TeacherScorer(distill, model)
     request = DataRequest(
         data.with_values(decided),
         max_length,
@@ -107,11 +115,13 @@ def tokenize(
         own_source=None if records is None else records_source(records, records_fingerprint),
         unpaired=unpaired or (preference is not None and preference.is_unpaired),
         max_positions=max_positions,
+        scorer=scorer,
     )
-    plan = current_plan()
     if plan is not None and plan.take_rows is not None:
         plan.take_rows(request)
         raise RowsAreMade
+    if distill is not None:
+        _check_scores(distill, request)
 
     entry, is_cached = cached_rows(request) if request.recorded else (None, True)
     if entry is None or len(request.recorded) < len(request.sources):
@@ -135,6 +145,48 @@ def tokenize(
     )
     _describe(request, rows, is_cached)
     return rows
+
+
+def _check_scores(distill: "DistillConfig", request: DataRequest) -> None:
+    """Raise :class:`UserError` if rows that a teacher has scored do not fit the flags."""
+    teachers: dict[str, JsonObject | None] = {}
+    for source in request.sources:
+        made_from = {} if source.rows is None else source.rows.made_from
+        teachers[f"{source.flag} {source.name}"] = made_from.get("teacher")
+    scored = {place: teacher for place, teacher in teachers.items() if teacher is not None}
+    if not scored:
+        if distill.loss_top_k:
+            raise UserError(
+                "--loss_top_k is for llmtrain tokenize, which scores rows before a run; leave it "
+                "out, or train on such a set."
+            )
+        return
+
+    place, teacher = next(iter(scored.items()))
+    for other_place, other_teacher in teachers.items():
+        if other_teacher != teacher:
+            raise UserError(
+                f"{other_place} and {place} were not scored by the same teacher, with the same "
+                "--temperature and --loss_top_k; make the sets again, with llmtrain tokenize."
+            )
+    if distill.teacher_model_name_or_path is not None:
+        raise UserError(
+            f"{place} has the scores of its teacher, so training loads none; leave "
+            "--teacher_model_name_or_path out, or name the records of the set."
+        )
+    temperature = teacher["temperature"]
+    k = teacher["loss_top_k"]
+    if distill.temperature != temperature or distill.loss_top_k not in (0, k):
+        raise UserError(
+            f"{place} was scored with --temperature {temperature:g} --loss_top_k {k}; set these, "
+            "or make the set again."
+        )
+    if distill.beta:
+        raise UserError(
+            f"--beta {distill.beta:g} needs the teacher's probabilities of all tokens that the "
+            f"student may prefer, and {place} has {k} for each target; leave "
+            "--beta out, or train on the records with --teacher_model_name_or_path."
+        )
 
 
 # --- the lines about the data in the start-up log

@@ -25,6 +25,8 @@ from tests.buckets import Proxy, bucket_server
 from tests.data.chat_records import chat_records
 from tests.data.preparation import write_records, write_texts
 from tests.launching import FINETUNE, GPT, PYTHON, ROOT
+from tests.models.small_models import tiny_llama
+from tests.system.test_scored_rows import DISTILL, SCORED_SHARD, write_model
 from tests.system.test_tokenize import TEXTS, Capture, contents_of, tokenize
 
 ADDRESS = "s3://bucket/sets/texts"
@@ -86,13 +88,18 @@ def uploads(proxy: Proxy, part: str = "") -> list[str]:
     return [path for method, path, _ in proxy.requests if method == "PUT" and part in path]
 
 
-@pytest.mark.parametrize("kind", ["texts", "trained tokenizer", "conversations"])
-def test_a_set_at_an_address_is_that_of_a_folder(kind, tmp_path, capsys, proxy, flags):
+@pytest.mark.parametrize("kind", ["texts", "trained tokenizer", "conversations", "scores"])
+def test_a_set_at_an_address_is_that_of_a_folder(kind, tmp_path, capsys, proxy, flags, monkeypatch):
     if kind == "trained tokenizer":
         flags += ["--tokenizer", "bpe:300"]
     if kind == "conversations":
         chats = write_records(tmp_path / "chats.jsonl", chat_records(30))
         flags = [FINETUNE, *flags[1:5], "--dataset", str(chats), "--max_length", "auto"]
+    if kind == "scores":
+        monkeypatch.setattr(shards, "SHARD_RECORDS", SCORED_SHARD)
+        teacher = str(write_model(tmp_path / "teacher", tiny_llama(), seed=1))
+        flags = [DISTILL, *flags[1:3], "--max_length", "32", "--model_name_or_path", teacher]
+        flags += ["--teacher_model_name_or_path", teacher, "--loss_top_k", "3"]
     expected = made_locally(capsys, flags, tmp_path / "set")
     requests = count()
     local_shards = set()
