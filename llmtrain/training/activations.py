@@ -43,6 +43,7 @@ class MicroBatch(NamedTuple):
             logits at a time than a CPU.
         recomputes: whether all blocks recompute their activations in the backward pass, or
             none does; ``None``: those that the model was built to recompute.
+        extra: further columns of the rows: the name, the dtype and the shape of each.
     """
 
     rows: int
@@ -51,6 +52,7 @@ class MicroBatch(NamedTuple):
     weights_in_bf16: frozenset[str] = frozenset()
     on_gpu: bool = False
     recomputes: bool | None = None
+    extra: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
 
 
 class PeakBytes(NamedTuple):
@@ -123,12 +125,16 @@ def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch)
     with fake_mode, _as_on_device(batch.on_gpu):
         ids = torch.zeros(batch.rows, batch.positions + 1, dtype=torch.int64)
         labels = ids.clone()
+        extra = {}
+        for name, dtype, shape in batch.extra:
+            extra[name] = torch.zeros(batch.rows, *shape, dtype=getattr(torch, dtype))
         counter = _LiveBytes(shallow_model)
         with counter:
             with torch.autocast("cpu", torch.bfloat16, enabled=batch.bf16):
                 sums = shallow_model(
                     input_ids=ids,
                     labels=labels,
+                    **extra,
                     compute=lambda model, batch: objective.loss(model, batch, extra={}),
                 )
             sums.loss.backward()

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from llmtrain.config.flags import value_of
+from llmtrain.data.packing import LENGTHS, PREFERENCE_COLUMNS
 from llmtrain.errors import UserError, first_line
 from llmtrain.interfaces.part import name_of
 from llmtrain.parallel.fsdp import units_of
@@ -253,6 +255,11 @@ class Memory:
         if self.has_bf16_weights:
             in_bf16.update(p.name for p in self.parameters if p.is_trained)
 
+        extra = []
+        for name, column in self.recipe.rows.train.columns.items():
+            if name not in (*PREFERENCE_COLUMNS, LENGTHS):
+                dtype = "int64" if np.dtype(column.dtype).kind in "iu" else column.dtype
+                extra.append((name, dtype, (*column.shape,)))
         batch = MicroBatch(
             rows=rows,
             positions=self.recipe.rows.positions,
@@ -260,6 +267,7 @@ class Memory:
             weights_in_bf16=frozenset(in_bf16),
             on_gpu=self.on_gpu,
             recomputes=recomputes,
+            extra=tuple(extra),
         )
         if batch in self.counted:
             return self.counted[batch]

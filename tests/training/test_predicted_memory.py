@@ -1,17 +1,20 @@
 """The memory of a run is predicted from the shapes of its model, which holds no weights."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
 
+from llmtrain.data.shards import Column
 from llmtrain.devices import known_device
 from llmtrain.errors import UserError
-from llmtrain.interfaces.objective import Objective
+from llmtrain.interfaces.batches import Batch
+from llmtrain.interfaces.objective import LossSums, Objective
 from llmtrain.lab.plan.hardware import PlanRequest, hardware_of
 from llmtrain.lab.plan.layouts import fitting_sizes
 from llmtrain.models.config import GPTConfig, ModelConfig
@@ -41,6 +44,7 @@ def memory(
     precision: str = "no",
     config: GPTConfig = CONFIG,
     dtype: str = "auto",
+    columns: Mapping[str, Column] = MappingProxyType({}),
     **parallel: object,
 ) -> Memory:
     with torch.device("meta"):
@@ -48,7 +52,7 @@ def memory(
     settings = SimpleNamespace(
         model=config, optim=OptimConfig(optim, dtype=dtype), parallel=ParallelConfig(**parallel)
     )
-    rows = SimpleNamespace(positions=POSITIONS)
+    rows = SimpleNamespace(positions=POSITIONS, train=SimpleNamespace(columns=columns))
     return Memory.of(RecipeModel(model, settings, precision, rows), on_gpu=False)
 
 
@@ -265,6 +269,24 @@ def test_a_loss_that_needs_its_prepass_is_not_known() -> None:
 
     with pytest.raises(UserError, match=r"loss of ScaledRows reads 'factor'.* makes no prepass"):
         predicted.bytes_of(ONE_PROCESS, rows=2, accumulation=1)
+
+
+class ReadsColumns(Objective):
+    """The nll, weighted with scores of k tokens."""
+
+    def loss(self, model: GPT, batch: Batch, extra: Batch) -> LossSums:
+        scores = batch["scores"].gather(2, batch["choices"]).sum(2)
+        nll = model.nll(**batch, per_target=True)
+        return LossSums((scores[:, 1:].flatten() * nll).sum())
+
+
+def test_a_loss_that_reads_columns_of_the_rows_is_counted() -> None:
+    shape = [POSITIONS + 1, 64]
+    columns = {"scores": Column("float16", shape), "choices": Column("uint16", shape)}
+    recipe = memory(columns=columns).recipe._replace(objective=ReadsColumns())
+    counted = Memory.of(recipe, on_gpu=False).activations(rows=2, gathers_weights=False)
+    nll = memory().activations(rows=2, gathers_weights=False)
+    assert counted.peak.total >= nll.peak.total
 
 
 RECIPE = """
