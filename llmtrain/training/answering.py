@@ -1,0 +1,144 @@
+"""Answers of a causal LM to a group of prompts, and their log-probabilities.
+
+Prompts are padded on the left, so that the next tokens of all answers are in one column, and keys
+and values are kept. A model that keeps something else, such as the state of a recurrent layer,
+computes all tokens again for each new one, with padding on the right, which nothing sees.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from llmtrain.interfaces.batches import IGNORED, Batch
+from llmtrain.models.causal_lm import CausalLM
+from llmtrain.models.generation import Sampling, sample_tokens
+from llmtrain.models.loss import target_positions_of
+from llmtrain.parallel.engine import Engine
+
+
+@torch.no_grad()
+def answer(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    numbers: Sequence[int],
+    sampling: Sampling,
+    stop_token_ids: Collection[int],
+    width: int,
+    vocabulary: int,
+) -> list[list[int]]:
+    """Return an answer to each prompt of a group, with the token that ends it, if there is one.
+
+    If the model is sharded, all ranks call this, each with a group, and make the same passes.
+
+    Args:
+        engine: computes the student's logits. The model is in eval mode.
+        prompts: the tokens of each prompt.
+        numbers: the number of each prompt, which chooses its random numbers.
+        sampling: the temperature, and the most tokens of an answer.
+        stop_token_ids: the tokens that end an answer.
+        width: the most tokens of a prompt and its answer.
+        vocabulary: tokens from this number on are never sampled.
+    """
+    model = engine.unwrapped
+    device = engine.device
+    generators = [sampling.generator(number) for number in numbers]
+    limits = [min(len(prompt) + sampling.max_new_tokens, width) for prompt in prompts]
+    texts = [[*prompt] for prompt in prompts]
+    is_open = [len(text) < limit for text, limit in zip(texts, limits, strict=True)]
+
+    longest = max(map(len, prompts))
+    new_ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts])
+    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache: Any = None
+    keeps_cache = True
+    while _is_any_open(engine, is_open):
+        # A rank may hang for minutes, but not longer than a pass takes.
+        engine.phases.begin("a round")
+        if keeps_cache:
+            logits, cache = model(
+                new_ids.to(device),
+                attention_mask=mask.to(device),
+                position_ids=positions.to(device),
+                past_key_values=cache,
+                compute=_logits_with_cache,
+            )
+            keeps_cache = cache is not None
+        if not keeps_cache:
+            padded = [text + [0] * (1 + max(map(len, texts)) - len(text)) for text in texts]
+            logits = model(
+                torch.tensor(padded, device=device),
+                lengths=[len(text) for text in texts],
+                compute=_logits_without_cache,
+            )
+        tokens = sample_tokens(logits[:, :vocabulary], sampling, generators)
+
+        for row, token in enumerate(tokens):
+            if is_open[row]:
+                texts[row].append(token)
+                is_open[row] = token not in stop_token_ids and len(texts[row]) < limits[row]
+        # The rows of complete answers are computed, too, and nothing looks at them. Those of a rank
+        # may all be complete before those of another one.
+        new_ids = torch.tensor([[text[-1]] for text in texts])
+        mask = torch.cat([mask, torch.tensor([[int(is_row_open)] for is_row_open in is_open])], 1)
+        positions = torch.tensor([[min(len(text), width - 1) - 1] for text in texts])
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def _is_any_open(engine: Engine, is_open: list[bool]) -> bool:
+    """Return whether an answer is not complete, of this rank or of one that shares the model."""
+    if not engine.ranks.is_sharded:
+        return any(is_open)
+    count = torch.tensor(sum(is_open), device=engine.device)
+    return bool(engine.ranks.sum_over_ranks(count) > 0)
+
+
+def _logits_with_cache(model: CausalLM, batch: Batch) -> tuple[Tensor, Any]:
+    """Return the logits [B, V] after the last tokens, and the cache; ``None`` if it is no use."""
+    del batch["labels"]
+    if model.head_is_linear:
+        output: Any = model.base_model(**batch, use_cache=True)
+        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        logits = model.softcapped(head(output.last_hidden_state[:, -1]).float())
+    else:
+        output = model.own_forward(**batch, use_cache=True)
+        logits = output.logits[:, -1].float()
+
+    cache = getattr(output, "past_key_values", None)
+    kinds = {type(layer) for layer in getattr(cache, "layers", [])}
+    has_only_keys = kinds and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+    return logits, cache if has_only_keys else None
+
+
+def _logits_without_cache(model: CausalLM, batch: Batch) -> Tensor:
+    """Return the logits [B, V] after texts of some lengths, which are padded on the right."""
+    input_ids = batch["input_ids"]
+    width = input_ids.shape[1]
+    positions = [row * (width - 1) + length - 1 for row, length in enumerate(batch["lengths"])]
+    return model.logits_at(torch.tensor(positions, device=input_ids.device), input_ids)
+
+
+def log_probabilities(model: CausalLM, batch: Batch) -> Tensor:
+    """Return the log-probability of each target, float32 [targets], as training computes it."""
+    return -model.nll(**batch, per_target=True).float()
+
+
+def scoring_batch(
+    prompts: Sequence[list[int]], answers: Sequence[list[int]], device: torch.device
+) -> Batch:
+    """Return prompts with their answers, which are the targets, as a micro-batch."""
+    texts = []
+    labels = []
+    for prompt, ids in zip(prompts, answers, strict=True):
+        texts.append(torch.tensor([*prompt, *ids]))
+        labels.append(torch.tensor([IGNORED] * len(prompt) + ids))
+    batch = {
+        "input_ids": pad_sequence(texts, batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+    }
+    batch["target_positions"] = target_positions_of(batch["labels"])
+    return {name: column.to(device) for name, column in batch.items()}
