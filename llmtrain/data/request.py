@@ -64,6 +64,7 @@ class DataRequest:
         unpaired: the loss takes single answers with a label, not only pairs.
         max_positions: the number of positions of the model, which ``auto`` does not exceed.
         scorer: adds columns to the rows.
+        tokenizer: the one that ``config`` names, with its chat template, if it is loaded already.
 
     Attributes:
         sources: the data sets to train on, then those to evaluate on.
@@ -95,6 +96,7 @@ class DataRequest:
         unpaired: bool,
         max_positions: int | None,
         scorer: Scorer | None = None,
+        tokenizer: "tok.FastTokenizer | None" = None,
     ) -> None:
         assert config.tokenizer is not None, "the recipe sets a tokenizer if the user named none"
         self.config = config
@@ -114,7 +116,7 @@ class DataRequest:
         self.sources = requested_sources(config, chat, own_source, unpaired)
         if not self.sources:
             raise UserError("there are no data: name a data set with --dataset.")
-        self.tokenizer: tok.FastTokenizer | None = None
+        self.tokenizer = tokenizer
         sets = [source for source in self.sources if source.rows is not None]
         if sets and self.max_length == "auto":
             self.max_length = sets[0].rows.metadata.block_size
@@ -163,7 +165,7 @@ class DataRequest:
         if sets and tok.is_trained(self.spec):
             self.spec = sets[0].rows.tokenizer.name_or_path
             self.tokenizer = copy.copy(sets[0].rows.tokenizer)
-        elif not tok.is_trained(self.spec):
+        elif self.tokenizer is None and not tok.is_trained(self.spec):
             self.tokenizer = tok.load_tokenizer(self.spec, trust_remote_code)
         if self.tokenizer is not None and self.chat is not None:
             is_plain_text = not any(source.needs_template for source in self.sources)

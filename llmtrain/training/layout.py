@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 
-from llmtrain.config.flags import configs_of
+from llmtrain.config.flags import configs_of, value_of
 from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError
 from llmtrain.files import JsonObject
-from llmtrain.training.settings import Settings
+from llmtrain.training.settings import OptimConfig, Settings
 
 # The share of a run that its warmup takes if the recipe's own warmup is too long for it.
 _WARMUP_SHARE = 0.1
@@ -146,7 +146,12 @@ def fit_to_rows(settings: Settings, rows: Tokenized) -> None:
     optim = settings.optim
 
     settings.data.fit_micro_batch(rows.positions)
-    if optim.deciding_flag == "max_tokens":
+    rounds = value_of(settings, "rounds", default=0)
+    if rounds:
+        _check_rounds(optim, rows)
+        prompts = value_of(settings, "prompts_per_round", default=0)
+        optim.max_steps = rounds * math.ceil(prompts / settings.data.global_batch_size)
+    elif optim.deciding_flag == "max_tokens":
         step_tokens = settings.data.global_batch_size * rows.positions
         optim.max_steps = _whole(optim.max_tokens, Fraction(1, step_tokens))
     elif optim.num_train_epochs is not None and optim.deciding_flag == "num_train_epochs":
@@ -164,6 +169,22 @@ def fit_to_rows(settings: Settings, rows: Tokenized) -> None:
     settings.log.logging_steps = _steps_of(settings.log.logging_steps, optim.max_steps)
     settings.eval.eval_steps = _steps_of(settings.eval.eval_steps, optim.max_steps)
     settings.run.save_steps = _steps_of(settings.run.save_steps, optim.max_steps)
+
+
+def _check_rounds(optim: OptimConfig, rows: Tokenized) -> None:
+    """Raise :class:`UserError` if ``--rounds`` does not fit the other flags, or the rows."""
+    for name in ("max_steps", "num_train_epochs", "max_tokens"):
+        if optim.is_set(name):
+            raise UserError(
+                f"--{name} has no effect with --rounds and --prompts_per_round, which say how long "
+                "the run is; leave it out."
+            )
+    units = {source.audit.unit for source in rows.sources.get("train", ())}
+    if units != {"conversation"}:
+        raise UserError(
+            "--rounds needs prompts to answer, and there is plain text in the data; name data sets "
+            "of conversations alone."
+        )
 
 
 def steps_per_epoch(settings: Settings, rows: Tokenized) -> Fraction:

@@ -6,7 +6,7 @@ Evaluations, log entries and checkpoints are callbacks.
 import contextlib
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -49,6 +49,7 @@ class Loop:
             the loop.
         is_damaged: whether the run stops because a rank cannot read its next batch. The reason to
             stop is then the error.
+        loaders: the prepared loaders of the training batches, one after the other.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class Loop:
         self.callbacks: list[Callback] = []
         self.is_damaged = False
         self._allowed_skips = run.settings.optim.skip_nonfinite
+        self.loaders: Iterable[DataLoaderShard] = [batches]
         self._prepared_optimizer = optimizer
-        self._batches = batches
         self._rows: torch.Tensor  # the numbers of this rank's rows in the last step
         self._stop: StopVote = False  # how any rank wanted to stop, at the last settled step
         self._finish_reason = ""  # why a callback of this rank wants to finish the run
@@ -141,8 +142,8 @@ class Loop:
                 callback.on_train_end()
 
     def _make_steps(self) -> Generator[None]:
-        """Make a step of each batch, until the run should stop. The loader ends at the last one."""
-        batches = read_batches(self._batches, self.engine, self._note_damage)
+        """Make a step of each batch, until the run should stop. The loaders end at the last one."""
+        batches = self._batches()
         with contextlib.closing(batches):  # ends the reader's thread, also after an exception
             try:
                 for batch in batches:
@@ -161,6 +162,11 @@ class Loop:
                     except Exception:  # the first error is the one to show
                         pass
                 raise
+
+    def _batches(self) -> Generator[LocalBatch]:
+        """Yield the batches of all loaders."""
+        for loader in self.loaders:
+            yield from read_batches(loader, self.engine, self._note_damage)
 
     def _note_damage(self, error: DamagedRowsError, good_batches: int) -> None:
         """Vote to save, because this rank cannot read the batch after ``good_batches`` more."""

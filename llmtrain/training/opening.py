@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from llmtrain.config.flags import resolved, settings_fingerprint
+from llmtrain.config.flags import resolved, settings_fingerprint, value_of
 from llmtrain.console import check_interrupt, say
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
@@ -183,6 +183,12 @@ def run_fingerprint(
             settings.eval.eval_steps,
         ]
 
+    rounds = None
+    if value_of(settings, "rounds", default=0):
+        # The number of rounds follows from that of steps, and may be raised like it.
+        names = ("prompts_per_round", "max_new_tokens")
+        rounds = {name: value_of(settings, name, default=0) for name in names}
+
     ranks = ranks_of(accelerator)
     return {
         "model": bundle.files.config,
@@ -201,6 +207,7 @@ def run_fingerprint(
         **parts.fingerprint(),
         "order": rows.order,
         "early_stopping": stopping,
+        "rounds": rounds,
         "own_settings": settings_fingerprint(settings),
     }
 

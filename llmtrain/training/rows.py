@@ -96,6 +96,13 @@ def tokenize(
         decided["model_name_or_path"] = model.model_name_or_path
         decided["from_config"] = model.from_config
         decided["tokenizer"] = data.tokenizer or model.tokenizer_name or "bpe:2048"
+    if distill is not None and distill.rounds and chat is not None:
+        if chat.is_set("packing") and chat.packing:
+            raise UserError(
+                "--packing has no effect with --rounds, whose rows have one prompt each; leave it "
+                "out."
+            )
+        chat = chat.with_values({"packing": False})
     if max_length is None:
         raise UserError("tokenize: name a model, or the max_length of the rows.")
 

@@ -5,7 +5,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
-from llmtrain.config.flags import COMMAND_LINE, Affects, Config, flag, require_range
+from llmtrain.config.flags import COMMAND_LINE, Affects, Config, flag, require_range, value_of
 from llmtrain.console import pluralize
 from llmtrain.data.config import BatchConfig
 from llmtrain.errors import UserError
@@ -463,5 +463,6 @@ class Settings:
         Without a data set, a recipe trains on its demo for its own ``max_steps``.
         """
         has_length = self.optim.is_set("max_steps") or self.optim.is_set("max_tokens")
+        has_length = has_length or value_of(self, "rounds", default=0)
         if self.data.is_set("dataset") and not has_length:
             self.optim.set_default("num_train_epochs", epochs, "default for your own data")

@@ -6,6 +6,7 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from llmtrain.config.flags import value_of
 from llmtrain.console import note, say
 from llmtrain.errors import UserError
 from llmtrain.parallel.engine import Engine
@@ -75,6 +76,10 @@ def make_loop(
     restore(run, engine, optimizer_state)
     say_changed_settings(run)
 
+    if value_of(run.settings, "rounds", default=0):
+        from llmtrain.training.rounds import Rounds  # it imports transformers
+
+        loop.loaders = Rounds(loop, optimizer_state).loaders()
     own_callbacks = loop_callbacks(loop, optimizer_state, eval_batches)
     loop.callbacks = [*run.parts.callbacks, *own_callbacks]
     return loop
