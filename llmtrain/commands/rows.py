@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
         model = _model_of(history, arguments.checkpoint)
         if step is not None:
             history = _run_that_made(history, step)
-        data = _data_of_run(history)
+        data = _data_of_run(history, step)
 
     proof = ""
     if step is not None:
@@ -140,8 +140,8 @@ def _run_that_made(history: History, step: int) -> History:
     return history
 
 
-def _data_of_run(history: History) -> _Data:
-    """Return the rows of a run, from the cache.
+def _data_of_run(history: History, step: int | None) -> _Data:
+    """Return the rows of a run, from the cache; of a step in a round, the rows of that round.
 
     Raises:
         UserError: if they are not there. The message has a command that makes them again.
@@ -155,6 +155,12 @@ def _data_of_run(history: History) -> _Data:
     fingerprint = _fingerprint_of(history)
     # The name is empty if the recipe made its rows itself.
     name = str(history.record.get("cache_entry", ""))
+    mixture = fingerprint["mixture"]
+    rounds = fingerprint.get("rounds")
+    if rounds and step is not None:
+        steps = -(-rounds["prompts_per_round"] // fingerprint["global_batch_size"])
+        name = str(history.folder / "rounds" / f"round-{(step - 1) // steps + 1:04}")
+        mixture = []
     entry = cache_folder() / Path(name).name
     try:
         if is_set(name):
@@ -168,7 +174,7 @@ def _data_of_run(history: History) -> _Data:
             "makes them again, and prints those of a step with --step."
         ) from None
     window = history.settings.get("shuffle_window", WINDOW)
-    rows = rows.ordered(fingerprint["mixture"], window)
+    rows = rows.ordered(mixture, window)
     return _Data(rows, fingerprint["global_batch_size"], fingerprint["seed"])
 
 
