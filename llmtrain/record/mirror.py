@@ -157,6 +157,10 @@ class Mirror:
             best = read_object(saved[-1] / "state.json").get("best") or {}
             wanted = (_step_of(saved[-1]), best.get("step"))
             missing = [path for path in missing if _step_of(path) in wanted]
+        # They come before a checkpoint in their round, and the manifest last.
+        for manifest in folder.glob("rounds/*/manifest.json"):
+            paths += [*manifest.parent.glob("*.safetensors"), *manifest.parent.glob("tokenizer/*")]
+            paths.append(manifest)
 
         # Object stores cannot append, so a log is uploaded whole.
         for path in filter(Path.is_file, paths):

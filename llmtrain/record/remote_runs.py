@@ -46,8 +46,9 @@ class RemoteRun:
     def newest_checkpoint(self, folder: Path, own: Path | None = None) -> Path | None:
         """Return the newest intact checkpoint, that of a run folder or one at the address.
 
-        One at the address is downloaded into the folder, with ``run.json`` and the logs. The best
-        checkpoint of the run is downloaded, too, if the folder does not have it.
+        One at the address is downloaded into the folder, with ``run.json``, the logs and the sets
+        of rounds. The best checkpoint of the run is downloaded, too, if the folder does not have
+        it.
 
         Args:
             folder: the run folder. The caller holds its lock.
@@ -60,7 +61,8 @@ class RemoteRun:
             UserError: if there are checkpoints, and none is intact.
         """
         own_step = 0 if own is None else read_state(own)["step"]
-        newer = (self._fetch(step, folder, RECORDS) for step in self._steps if step > own_step)
+        records = [*RECORDS, *self._storage.sizes("rounds")]
+        newer = (self._fetch(step, folder, records) for step in self._steps if step > own_step)
         newest = next(filter(None, newer), own)
         if newest is None and not self._steps:
             return None

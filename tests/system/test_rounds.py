@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.data.tokenized import Tokenized
+from llmtrain.storage import Storage
+from tests.buckets import bucket_server
 from tests.command_line import run_cli
 from tests.forked import run_forked
 from tests.launching import FINETUNE, PYTHON, Ended, accelerate, metrics, read_json, torchrun
@@ -87,9 +89,10 @@ def logps_of(model_folder: Path, rows: dict[str, np.ndarray]) -> torch.Tensor:
 
 
 def test_a_round_is_a_set_of_the_students_answers_scored_with_the_weights_at_its_beginning(
-    undisturbed: Path, teacher: Path, capsys: pytest.CaptureFixture
+    undisturbed: Path, teacher: Path, chats: Path, capsys: pytest.CaptureFixture
 ) -> None:
     prompts = []
+    questions = set()
     for number in (2, 3):  # no checkpoint has the weights of the first one
         rows = round_rows(undisturbed, number)
         student = undisturbed / f"checkpoints/step-{(number - 1) * STEPS:08}/model"
@@ -104,6 +107,13 @@ def test_a_round_is_a_set_of_the_students_answers_scored_with_the_weights_at_its
     # The 25 training rows come once before any comes again.
     assert len({*prompts[:25]}) == len({*prompts[25:50]}) == 25
     assert {*prompts[:25]} == {*prompts[25:50]}
+    assert prompts[:25] != prompts[25:50]
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    for line in chats.read_text().splitlines():
+        question = json.loads(line)["messages"][:-1]
+        ids = tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
+        questions.add(tuple(ids))
+    assert {*prompts} < questions
 
     entries = metrics(undisturbed)
     logged = [entry["round/reverse_kl"] for entry in entries if "round/answers" in entry]
@@ -180,8 +190,8 @@ def test_a_run_that_is_killed_anywhere_in_its_rounds_ends_with_the_same_bits(
     shutil.move(tmp_path / "elsewhere", shard.parent)
     shard.write_bytes(content)
 
-    # The checkpoint before a round is there, although --save_steps is 100.
     start(PYTHON, "write_sealed", 2, 0, signal.SIGKILL)
+    assert (folder / f"checkpoints/step-{STEPS:08}").exists()  # although --save_steps is 100
     assert groups(2) == 2
     start(torchrun(2)).assert_ok()
 
@@ -190,3 +200,25 @@ def test_a_run_that_is_killed_anywhere_in_its_rounds_ends_with_the_same_bits(
     written = marks.read_text().split()
     assert len(written) == len({*written}) == 9
     assert not [*folder.glob("rounds/*/group-*")]
+
+
+def test_a_run_that_is_stopped_in_a_round_goes_on_from_its_mirror(
+    flags: list[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
+    stop = {"name": "train_step", "count": 4, "rank": 0, "signal": signal.SIGTERM}
+    env = {"MARKS": str(tmp_path / "marks"), "MOMENT": json.dumps(stop)}
+    command = [*PYTHON, RECIPE, *flags, *ROUNDS, "--bitwise", "--output_dir"]
+    with bucket_server():
+        mirror = "s3://bucket/rounds"
+        run_forked([*command, str(tmp_path / "lost"), "--mirror", mirror], env)
+        assert read_json(tmp_path / "lost/status.json")["step"] == 5
+        shutil.rmtree(tmp_path / "lost")
+        assert not [name for name in Storage(mirror).sizes("rounds") if "group" in name]
+
+        resumed = tmp_path / "resumed"
+        resuming = [*command, str(resumed), "--resume_from_checkpoint", mirror]
+        run_forked(resuming, {"MARKS": env["MARKS"]}).assert_ok()
+    assert tensors_digest(resumed / LAST) == tensors_digest(undisturbed / LAST)
+    assert len((tmp_path / "marks").read_text().split()) == 9  # each group once
