@@ -29,6 +29,8 @@ CONVERSATION_FORMATS: dict[str, tuple[str, ...]] = {
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
 }
+# With these, the model that is trained will answer the prompts.
+PROMPT_FORMATS: dict[str, tuple[str, ...]] = {"prompts": ("prompt",)}
 PREFERENCE_FORMATS: dict[str, tuple[str, ...]] = {
     "pairs": ("chosen", "rejected"),
     "labelled_answers": ("prompt", "completion", "label"),
@@ -212,7 +214,7 @@ def conversation_of(
 
     Args:
         record: the fields of the record.
-        format: one of :data:`CONVERSATION_FORMATS`.
+        format: one of :data:`CONVERSATION_FORMATS` or :data:`PROMPT_FORMATS`.
         has_artificial_nulls: the record comes from Parquet or Arrow, where an absent key of an
             object is ``None``. Then ``None`` counts as absent inside objects, too.
 
@@ -237,17 +239,23 @@ def conversation_of(
     else:
         prompt = _raw_messages(record, "prompt", role="user")
         untrained = len(prompt)
-        raw_messages = [*prompt, *_raw_messages(record, "completion", role="assistant")]
+        raw_messages = [*prompt]
+        if format not in PROMPT_FORMATS:
+            raw_messages += _raw_messages(record, "completion", role="assistant")
 
     messages = _with_system_message(record, parse_messages(raw_messages))
     untrained += len(messages) - len(raw_messages)
+    if format in PROMPT_FORMATS:
+        _check_prompt(messages)
+        # The student's answers take the place of this one. On eval rows, models are compared on it.
+        messages.append({"role": "assistant", "content": "."})
     if not any(message["role"] == "assistant" for message in messages[untrained:]):
         part = "completion" if format == "prompt_completion" else "conversation"
         raise BadRecord(f"the {part} has no assistant message")
     return Conversation(
         messages,
         _tools(record),
-        is_plain_text=format == "prompt_completion" and is_plain_text(record),
+        is_plain_text=format in ("prompt_completion", "prompts") and is_plain_text(record),
         untrained=untrained,
     )
 

@@ -65,6 +65,7 @@ class DataRequest:
         max_positions: the number of positions of the model, which ``auto`` does not exceed.
         scorer: adds columns to the rows.
         tokenizer: the one that ``config`` names, with its chat template, if it is loaded already.
+        takes_prompts: records may have a prompt alone, which the model that is trained answers.
 
     Attributes:
         sources: the data sets to train on, then those to evaluate on.
@@ -97,6 +98,7 @@ class DataRequest:
         max_positions: int | None,
         scorer: Scorer | None = None,
         tokenizer: "tok.FastTokenizer | None" = None,
+        takes_prompts: bool = False,
     ) -> None:
         assert config.tokenizer is not None, "the recipe sets a tokenizer if the user named none"
         self.config = config
@@ -113,7 +115,7 @@ class DataRequest:
         if config.mixture:
             counts_per_period(config.mixture)
         _check_data_flags(config, has_own_records=own_source is not None)
-        self.sources = requested_sources(config, chat, own_source, unpaired)
+        self.sources = requested_sources(config, chat, own_source, unpaired, takes_prompts)
         if not self.sources:
             raise UserError("there are no data: name a data set with --dataset.")
         self.tokenizer = tokenizer

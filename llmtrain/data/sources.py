@@ -20,6 +20,7 @@ from llmtrain.data.config import ChatConfig, DataConfig, PairConfig, RowConfig
 from llmtrain.data.formats import (
     CONVERSATION_FORMATS,
     PREFERENCE_FORMATS,
+    PROMPT_FORMATS,
     detect_format,
     is_plain_text,
     parse_columns,
@@ -59,7 +60,11 @@ _HUB_NAME = re.compile(r"(\w[\w.-]*(?:/[\w.-]+)?)(?:@([^:]+))?(?::(.+))?")
 
 
 def requested_sources(
-    config: DataConfig, chat: RowConfig | None, own_source: Source | None, unpaired: bool
+    config: DataConfig,
+    chat: RowConfig | None,
+    own_source: Source | None,
+    unpaired: bool,
+    takes_prompts: bool = False,
 ) -> list[Source]:
     """Open the data sets to train on, then those to evaluate on.
 
@@ -68,6 +73,7 @@ def requested_sources(
         chat: how records become rows, if they are not text.
         own_source: the records of a recipe that has its own data.
         unpaired: the loss takes single answers with a label, not only pairs.
+        takes_prompts: records may have a prompt alone.
 
     Raises:
         UserError: if there is no such data set, split or field, or if the records have no format
@@ -101,11 +107,11 @@ def requested_sources(
         only_split: Split | None = None
         if eval:
             only_split = "train" if number < len(train) else "eval"
-        format = _format_of(source, chat, unpaired)
+        format = _format_of(source, chat, unpaired, takes_prompts)
         needs_template = format not in ("text", "tokens")
         if source.rows is not None:
             needs_template = source.needs_template
-        elif format in ("prompt_completion", *PREFERENCE_FORMATS) and source.first:
+        elif format in ("prompt_completion", "prompts", *PREFERENCE_FORMATS) and source.first:
             needs_template = not is_plain_text(source.first.fields)
         requested.append(
             replace(source, format=format, only_split=only_split, needs_template=needs_template)
@@ -113,7 +119,7 @@ def requested_sources(
     return requested
 
 
-def _format_of(source: Source, chat: RowConfig | None, unpaired: bool) -> str:
+def _format_of(source: Source, chat: RowConfig | None, unpaired: bool, takes_prompts: bool) -> str:
     """Return the format of a source: ``--format``, or detected from the first record.
 
     Records that are neither conversations nor preference data are ``text``.
@@ -137,7 +143,8 @@ def _format_of(source: Source, chat: RowConfig | None, unpaired: bool) -> str:
 
     fields = source.first.fields
     if not isinstance(chat, PairConfig):
-        return detect_format(fields, CONVERSATION_FORMATS) or "text"
+        known = CONVERSATION_FORMATS | (PROMPT_FORMATS if takes_prompts else {})
+        return detect_format(fields, known) or "text"
     format = detect_format(fields, PREFERENCE_FORMATS)
     if format is None or (format == "labelled_answers" and not unpaired):
         pairs, labelled = map(", ".join, PREFERENCE_FORMATS.values())

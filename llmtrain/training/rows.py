@@ -96,13 +96,9 @@ def tokenize(
         decided["model_name_or_path"] = model.model_name_or_path
         decided["from_config"] = model.from_config
         decided["tokenizer"] = data.tokenizer or model.tokenizer_name or "bpe:2048"
-    if distill is not None and distill.rounds and chat is not None:
-        if chat.is_set("packing") and chat.packing:
-            raise UserError(
-                "--packing has no effect with --rounds, whose rows have one prompt each; leave it "
-                "out."
-            )
-        chat = chat.with_values({"packing": False})
+    has_rounds = distill is not None and distill.rounds > 0
+    if has_rounds and chat is not None:
+        chat = _unpacked(chat)
     if max_length is None:
         raise UserError("tokenize: name a model, or the max_length of the rows.")
 
@@ -123,6 +119,7 @@ def tokenize(
         unpaired=unpaired or (preference is not None and preference.is_unpaired),
         max_positions=max_positions,
         scorer=scorer,
+        takes_prompts=has_rounds,
     )
     if plan is not None and plan.take_rows is not None:
         plan.take_rows(request)
@@ -152,6 +149,15 @@ def tokenize(
     )
     _describe(request, rows, is_cached)
     return rows
+
+
+def _unpacked(chat: RowConfig) -> RowConfig:
+    """Return the config of rows with one prompt each, for ``--rounds``."""
+    if chat.is_set("packing") and chat.packing:
+        raise UserError(
+            "--packing has no effect with --rounds, whose rows have one prompt each; leave it out."
+        )
+    return chat.with_values({"packing": False})
 
 
 def _check_scores(distill: "DistillConfig", request: DataRequest) -> None:

@@ -36,6 +36,25 @@ def test_rounds_say_how_long_a_run_is_and_a_row_has_one_prompt(arguments: list[s
     assert not rows.is_packed
 
 
+@pytest.mark.parametrize("prompt", ["1+1?", [{"role": "user", "content": "1+1?"}]])
+def test_records_with_a_prompt_alone_are_answered_like_conversations(
+    prompt: object, arguments: list[str], tmp_path: Path
+) -> None:
+    arguments = ["--chat_template", "chatml", *arguments]
+    expected = tokenized(parse(DEFAULTS, arguments)).train[0]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": prompt, "answer": 2}))
+    row = tokenized(parse(DEFAULTS, [*arguments[:-1], str(path)])).train[0]
+    is_prompt = [label == -100 for label in expected["labels"]]
+    length = is_prompt.index(False)
+    assert row["input_ids"][:length] == expected["input_ids"][:length]
+    assert [label == -100 for label in row["labels"]] == is_prompt
+
+    with pytest.raises(UserError, match="no field 'text'; the record has prompt, answer"):
+        # without --chat_template and --rounds
+        tokenized(parse(DEFAULTS, [*arguments[2:-6], "--dataset", str(path)]))
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
