@@ -208,17 +208,18 @@ class _LinearLoss(torch.autograd.Function):
     ) -> Tensor:
         needs_grad = is_grad_enabled and any(ctx.needs_input_grad)
         ctx.is_deferred = per_target or hidden.dtype == torch.float16
-        ctx.compute = functools.partial(_over_chunks, tile_loss, ctx.needs_input_grad, targets)
+        compute = functools.partial(_over_chunks, tile_loss, ctx.needs_input_grad, targets)
 
         incoming = None
         if needs_grad and not ctx.is_deferred:
             incoming = torch.ones(len(hidden), device=hidden.device)
-        values, gradients, logits = ctx.compute(incoming, None, hidden, weight, bias)
+        values, gradients, logits = compute(incoming, None, hidden, weight, bias)
 
         if needs_grad and ctx.is_deferred:
             # If there is only one chunk, its logits need not be computed again.
             all_logits = logits if len(logits) == len(hidden) else None
             ctx.save_for_backward(all_logits, hidden, weight, bias)
+            ctx.compute = compute  # and with it the targets
         else:
             # Not saved: autograd would keep them to the end of the backward pass, and so copy them.
             ctx.gradients = gradients
