@@ -13,13 +13,14 @@ class MeasuredMemory(NamedTuple):
     """Bytes of one process."""
 
     weights: int
+    frozen: int  # weights of frozen models
     gradients: int  # the most at any time
     optimizer: int
     added_by_step: float  # the most during a step, minus the memory before that step
 
     @property
     def total(self) -> float:
-        return self.weights + self.optimizer + self.added_by_step
+        return self.weights + self.frozen + self.optimizer + self.added_by_step
 
 
 def measure_run(
@@ -43,7 +44,7 @@ def planned_step(layout: dict[str, Any]) -> int:
     DDP keeps its gradients between steps. Other layouts release them.
     """
     memory = layout["bytes"]
-    kept = memory["weights"] + memory["optimizer"]
+    kept = memory["weights"] + memory["frozen"] + memory["optimizer"]
     if layout["name"] == "DDP":
         kept += memory["gradients"]
     return memory["total"] - kept

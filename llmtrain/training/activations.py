@@ -9,7 +9,8 @@ import copy
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -20,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llmtrain.files import JsonObject
+from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model import RecomputesBlocks, block_classes
-from llmtrain.interfaces.objective import Objective
+from llmtrain.interfaces.objective import LossSums, Objective
 from llmtrain.models import attention_cpu, loss
 from llmtrain.models.gpt import GPT, LayerNorm
 
@@ -82,6 +84,7 @@ class ActivationBytes(NamedTuple):
         end_of_backward: the most from the first block's backward pass on. By then, the other blocks
             have freed theirs.
         blocks: the number of blocks.
+        in_frozen: the most while frozen models compute, which is before the forward pass.
     """
 
     before_blocks: float
@@ -89,6 +92,7 @@ class ActivationBytes(NamedTuple):
     peak: PeakBytes
     end_of_backward: float
     blocks: int
+    in_frozen: float = 0.0
 
     @property
     def in_first_block(self) -> float:
@@ -103,7 +107,12 @@ class ActivationBytes(NamedTuple):
         return self.peak
 
 
-def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch) -> ActivationBytes:
+def count_activations(
+    model: nn.Module,
+    objective: Objective,
+    batch: MicroBatch,
+    frozen: Mapping[str, nn.Module] = MappingProxyType({}),
+) -> ActivationBytes:
     """Count what a micro-batch keeps in a model, on the meta device or not.
 
     Only the first few blocks of a deep model are computed. All others keep as much as these.
@@ -112,6 +121,7 @@ def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch)
         model: the model, which stays as it is.
         objective: the loss that is minimised.
         batch: the shape of the micro-batch.
+        frozen: further models by name, which the objective may run.
     """
     blocks = list_of_blocks(model)
     block_count = 1 if blocks is None else len(blocks)
@@ -121,23 +131,20 @@ def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch)
     )
     if batch.recomputes is not None and isinstance(shallow_model, RecomputesBlocks):
         shallow_model.recompute_blocks(batch.recomputes)
+    # Without gradients a block keeps nothing, so the first few need as much as all.
+    shallow_frozen = {
+        name: _fake_copy(model, fake_mode, _MAX_BLOCKS, weights_in_bf16=frozenset()).eval()
+        for name, model in frozen.items()
+    }
 
     with fake_mode, _as_on_device(batch.on_gpu):
         ids = torch.zeros(batch.rows, batch.positions + 1, dtype=torch.int64)
-        labels = ids.clone()
-        extra = {}
+        inputs = {"input_ids": ids, "labels": ids.clone()}
         for name, dtype, shape in batch.extra:
-            extra[name] = torch.zeros(batch.rows, *shape, dtype=getattr(torch, dtype))
-        counter = _LiveBytes(shallow_model)
-        with counter:
-            with torch.autocast("cpu", torch.bfloat16, enabled=batch.bf16):
-                sums = shallow_model(
-                    input_ids=ids,
-                    labels=labels,
-                    **extra,
-                    compute=lambda model, batch: objective.loss(model, batch, extra={}),
-                )
-            sums.loss.backward()
+            inputs[name] = torch.zeros(batch.rows, *shape, dtype=getattr(torch, dtype))
+        engine = _FakeEngine(shallow_model, shallow_frozen, batch.bf16)
+        with _LiveBytes(shallow_model, *shallow_frozen.values()) as counter:
+            torch.autograd.backward(engine.loss(objective, inputs))
 
     after_block = counter.after_block or [counter.peak["activations"]]
     computed_blocks = len(after_block)
@@ -158,7 +165,30 @@ def count_activations(model: nn.Module, objective: Objective, batch: MicroBatch)
         peak=peak,
         end_of_backward=counter.end_of_backward,
         blocks=block_count,
+        in_frozen=counter.in_frozen,
     )
+
+
+class _FakeEngine:
+    """Computes the loss of a micro-batch as an engine does, with models of fake tensors."""
+
+    def __init__(self, model: nn.Module, frozen: Mapping[str, nn.Module], bf16: bool) -> None:
+        self.model = model
+        self._frozen = frozen
+        self._autocast = torch.autocast("cpu", torch.bfloat16, enabled=bf16)
+
+    def frozen(self, name: str, function: Callable[[Any, Batch], Any], inputs: Batch) -> Any:
+        with torch.no_grad(), self._autocast:
+            return self._frozen[name](**inputs, compute=function)
+
+    def loss(self, objective: Objective, inputs: Batch) -> torch.Tensor:
+        frozen_inputs = objective.frozen_inputs(self, inputs)
+        with self._autocast:
+            sums: LossSums = self.model(
+                **inputs,
+                compute=lambda model, batch: objective.loss(model, batch | frozen_inputs, extra={}),
+            )
+        return sums.loss
 
 
 def list_of_blocks(model: nn.Module) -> nn.ModuleList | None:
@@ -183,13 +213,15 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of tensors that are alive, apart from weights and gradients.
 
     Attributes:
-        peak: bytes by kind at the peak before the first block's backward pass.
+        in_frozen: the most bytes before the forward pass, when frozen models compute.
+        peak: bytes by kind at the peak between there and the first block's backward pass.
         end_of_backward: the most bytes from the first block's backward pass on.
         after_block: bytes at the end of each block's forward pass.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *frozen: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.in_frozen = 0
         self.peak: Counter[str] = Counter()
         self.end_of_backward = 0
         self.after_block: list[int] = []
@@ -197,16 +229,17 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._moment = ""  # "logits", between the passes of the last block; or "first block"
         self._bytes: Counter[str] = Counter()
         # What each storage has added: the kind, and bytes.
-        self._counted = {
-            tensor.untyped_storage()._cdata: _NOT_COUNTED
-            for tensor in [*model.parameters(), *model.buffers()]
-        }
+        self._counted: dict[int, tuple[str, int]] = {}
+        for module in (model, *frozen):
+            for tensor in [*module.parameters(), *module.buffers()]:
+                self._counted[tensor.untyped_storage()._cdata] = _NOT_COUNTED
 
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     self._stop_counting_gradient
                 )
+        model.register_forward_pre_hook(self._on_forward)
         self._blocks = list_of_blocks(model) or ()
         for block in self._blocks:
             block.register_forward_hook(self._on_block_end)
@@ -241,6 +274,11 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.end_of_backward = max(self.end_of_backward, total)
         elif total > self.peak.total():
             self.peak = self._bytes.copy()
+
+    def _on_forward(self, model: nn.Module, args: object) -> None:
+        """Begin to look for the peak again, because frozen models have computed by now."""
+        self.in_frozen = self.peak.total()
+        self.peak = Counter()
 
     def _on_free(self, key: int) -> None:
         kind, size = self._counted.pop(key)

@@ -198,3 +198,22 @@ def batches_of(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         count = max(1, max_numbers // same_shape[0].numel())
         for start in range(0, len(same_shape), count):
             yield same_shape[start : start + count]
+
+
+def iteration_bytes(matrices: list[nn.Parameter], in_bf16: bool) -> int:
+    """Return the bytes of the iterations, which are made on full matrices.
+
+    A process holds the updates in float32. In the precision of the products, it holds two
+    approximations and two products for each update, and in bfloat16 a copy of the update.
+    """
+    element_bytes = 2 if in_bf16 else 4
+    copies = 3 if in_bf16 else 2
+    largest = 0
+    for batch in batches_of(matrices):
+        short, long = sorted(batch[0].shape)
+        numel = len(batch) * short * long
+        updates = 4 * numel
+        approximations = copies * element_bytes * numel
+        products = 2 * element_bytes * len(batch) * short**2
+        largest = max(largest, updates + approximations + products)
+    return largest

@@ -8,23 +8,21 @@ the activations.
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
 from llmtrain.config.flags import value_of
-from llmtrain.data.packing import LENGTHS, PREFERENCE_COLUMNS
 from llmtrain.errors import UserError, first_line
 from llmtrain.interfaces.part import name_of
 from llmtrain.parallel.fsdp import units_of
 from llmtrain.parallel.ranks import Sharding
 from llmtrain.training.activations import ActivationBytes, MicroBatch, count_activations
 from llmtrain.training.adamw import CHUNK_BYTES, CHUNK_NUMEL
-from llmtrain.training.muon import Muon, batches_of
+from llmtrain.training.muon import Muon, iteration_bytes
 from llmtrain.training.optim import OPTIMIZERS, OptimizerKind, hidden_matrices
 from llmtrain.training.recipe_model import RecipeModel
 
@@ -104,6 +102,7 @@ class Bytes(NamedTuple):
 
     Attributes:
         weights: its weights.
+        frozen: weights of frozen models, and copies of them that FSDP2 keeps gathered.
         gradients: their gradients.
         optimizer: optimizer state.
         activations: what the forward pass keeps for the backward pass, without the logits.
@@ -113,6 +112,7 @@ class Bytes(NamedTuple):
     """
 
     weights: float
+    frozen: float
     gradients: float
     optimizer: float
     activations: float
@@ -230,6 +230,14 @@ class Memory:
         return [*units, rest]
 
     @functools.cached_property
+    def frozen(self) -> "list[Memory]":
+        """The memory of each frozen model, which has weights alone."""
+        return [
+            replace(self, recipe=self.recipe._replace(model=model, frozen={}), has_4bit_base=False)
+            for model in self.recipe.frozen.values()
+        ]
+
+    @functools.cached_property
     def _muon_matrices(self) -> list[nn.Parameter]:
         return hidden_matrices(self.recipe.model) if self.optimizer.has_muon else []
 
@@ -255,11 +263,6 @@ class Memory:
         if self.has_bf16_weights:
             in_bf16.update(p.name for p in self.parameters if p.is_trained)
 
-        extra = []
-        for name, column in self.recipe.rows.train.columns.items():
-            if name not in (*PREFERENCE_COLUMNS, LENGTHS):
-                dtype = "int64" if np.dtype(column.dtype).kind in "iu" else column.dtype
-                extra.append((name, dtype, (*column.shape,)))
         batch = MicroBatch(
             rows=rows,
             positions=self.recipe.rows.positions,
@@ -267,12 +270,17 @@ class Memory:
             weights_in_bf16=frozenset(in_bf16),
             on_gpu=self.on_gpu,
             recomputes=recomputes,
-            extra=tuple(extra),
+            extra=self.recipe.extra_columns,
         )
         if batch in self.counted:
             return self.counted[batch]
         try:
-            counted = count_activations(self.recipe.model, self.recipe.objective, batch)
+            counted = count_activations(
+                self.recipe.model,
+                self.recipe.objective,
+                batch,
+                frozen=self.recipe.frozen,
+            )
         except (RuntimeError, NotImplementedError) as error:
             raise UserError(
                 f"the activations cannot be counted, because {self.recipe.class_name} or its loss "
@@ -294,8 +302,8 @@ class Memory:
     ) -> Bytes:
         """Return the bytes on the process that holds most.
 
-        The total is the largest of four moments: the loss, the backward pass, its end, and the
-        optimizer step.
+        The total is the largest of five moments: the passes of frozen models, the loss, the
+        backward pass, its end, and the optimizer step.
 
         Args:
             sharding: how processes share the model.
@@ -330,19 +338,37 @@ class Memory:
         # The gradients of earlier micro-batches are there when the last one begins. DDP keeps its
         # buckets, in which gradients live, from step to step.
         earlier_gradients = gradients if accumulation > 1 or is_ddp else 0.0
+        frozen, frozen_block = self._frozen_bytes(sharding)
+        in_frozen = earlier_gradients + activations.in_frozen
+        in_frozen += frozen_block if sharding.is_sharded else buckets
         at_loss = earlier_gradients + activations.highest.total + buckets
         in_backward = earlier_gradients + activations.in_first_block + buckets_in_backward
         at_end_of_backward = gradients + activations.end_of_backward + buckets_in_backward
         in_step = reduced_gradients + self._step_bytes(sharding.shards)
+        peak = max(in_frozen, at_loss, in_backward, at_end_of_backward, in_step)
         return Bytes(
             weights=weights,
+            frozen=frozen,
             gradients=gradients,
             optimizer=optimizer,
             activations=activations.highest.activations,
             logits=activations.highest.logits,
             buckets=buckets,
-            total=weights + optimizer + max(at_loss, in_backward, at_end_of_backward, in_step),
+            total=weights + frozen + optimizer + peak,
         )
+
+    def _frozen_bytes(self, sharding: Sharding) -> tuple[float, float]:
+        """Return the bytes of frozen models: of what is always there, and of one block more.
+
+        Only a backward pass would free the units that stay gathered, and frozen models have none.
+        """
+        weights = sum(weight_bytes(memory.parameters, sharding.shards) for memory in self.frozen)
+        if not sharding.is_sharded:
+            return weights, 0.0
+        units = [unit for memory in self.frozen for unit in memory.units]
+        staying = sum(unit.weights for unit in units if unit.stays_gathered)
+        freed = [unit.weights for unit in units if not unit.stays_gathered]
+        return weights + staying, max(freed, default=0.0)
 
     def _gathered(self, adds_up: bool) -> tuple[float, float]:
         """Return the bytes that FSDP2 gathers and reduces, at the loss and in the backward pass.
@@ -373,25 +399,7 @@ class Memory:
             largest_numel = max((p.numel(shards) for p in trained), default=0)
             chunk_numel = CHUNK_NUMEL["cuda" if self.on_gpu else "cpu"]
             chunk_bytes = CHUNK_BYTES * min(largest_numel, chunk_numel)
-        return max(float(chunk_bytes), self._muon_bytes())
-
-    def _muon_bytes(self) -> float:
-        """Return the bytes of Muon's iterations, which are made on full matrices.
-
-        A process holds the updates in float32. In the precision of the products, it holds two
-        approximations and two products for each update, and in bfloat16 a copy of the update.
-        """
-        element_bytes = BF16_BYTES if self.bf16 else FLOAT32_BYTES
-        copies = 3 if self.bf16 else 2
-        largest = 0
-        for matrices in batches_of(self._muon_matrices):
-            short, long = sorted(matrices[0].shape)
-            numel = len(matrices) * short * long
-            updates = FLOAT32_BYTES * numel
-            approximations = copies * element_bytes * numel
-            products = 2 * element_bytes * len(matrices) * short**2
-            largest = max(largest, updates + approximations + products)
-        return float(largest)
+        return float(max(chunk_bytes, iteration_bytes(self._muon_matrices, self.bf16)))
 
 
 def weight_bytes(parameters: list[LocalParameter], shards: int) -> float:

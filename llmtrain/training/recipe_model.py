@@ -5,20 +5,25 @@ import inspect
 import io
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 from torch import nn
 
 from llmtrain.config.flags import value_of
 from llmtrain.console import say
+from llmtrain.data.packing import LENGTHS, PREFERENCE_COLUMNS
 from llmtrain.data.request import DataRequest
 from llmtrain.data.tokenized import Tokenized
 from llmtrain.errors import UserError, explain, first_line
+from llmtrain.interfaces.model import ModelBundle
 from llmtrain.interfaces.objective import Objective
 from llmtrain.launching.accelerator import forget_accelerator
+from llmtrain.models.distillation_objective import SAMPLED_COLUMNS, DistillationObjective
 from llmtrain.observe.throughput import CountsFlops
 from llmtrain.planning import planning
 from llmtrain.training.settings import Settings
@@ -33,6 +38,7 @@ class RecipeModel(NamedTuple):
         precision: mixed precision, ``no`` or ``bf16``.
         rows: the rows to train on.
         objective: the loss that is minimised.
+        frozen: further models by name, which the objective may run.
     """
 
     model: nn.Module
@@ -40,11 +46,39 @@ class RecipeModel(NamedTuple):
     precision: str
     rows: Tokenized
     objective: Objective = Objective()
+    frozen: Mapping[str, nn.Module] = MappingProxyType({})
+
+    @classmethod
+    def of(
+        cls, bundle: ModelBundle, settings: Settings, precision: str, rows: Tokenized
+    ) -> "RecipeModel":
+        """Return the model of a bundle, and how it is trained."""
+        return cls(
+            model=bundle.model,
+            settings=settings,
+            precision=precision,
+            rows=rows,
+            objective=bundle.objective,
+            frozen={name: frozen.model for name, frozen in bundle.frozen.items()},
+        )
 
     @property
     def class_name(self) -> str:
         """The name of the model's class, before this package has extended it."""
         return str(getattr(self.model, "own_class", type(self.model)).__name__)
+
+    @property
+    def extra_columns(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        """The columns of the rows besides tokens and labels: name, dtype and shape of each."""
+        columns = []
+        for name, column in self.rows.train.columns.items():
+            if name not in (*PREFERENCE_COLUMNS, LENGTHS):
+                dtype = "int64" if np.dtype(column.dtype).kind in "iu" else column.dtype
+                columns.append((name, dtype, (*column.shape,)))
+        if isinstance(self.objective, DistillationObjective) and self.objective.source == "samples":
+            shape = (self.rows.positions + 1,)
+            columns += [(name, "float32", shape) for name in SAMPLED_COLUMNS]
+        return tuple(columns)
 
     @property
     def flops_per_token(self) -> int:

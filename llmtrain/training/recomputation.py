@@ -52,7 +52,7 @@ def choose_recomputation(
         chosen = Recomputation(True, "all blocks, because weights are offloaded")
     else:
         precision = ranks.accelerator.mixed_precision
-        recipe = RecipeModel(bundle.model, settings, precision, rows, bundle.objective)
+        recipe = RecipeModel.of(bundle, settings, precision, rows)
         try:
             chosen = least_recomputation(
                 Memory.of(recipe, on_gpu=ranks.device.type == "cuda"),

@@ -101,7 +101,7 @@ def place(
                 f"the recipe builds its model from values of weights, and a plan has none: "
                 f"{first_line(error)}"
             ) from error
-        raise PlannedModel(RecipeModel(bundle.model, settings, precision, rows, bundle.objective))
+        raise PlannedModel(RecipeModel.of(bundle, settings, precision, rows))
 
     ranks = ranks_of(accelerator)
     layout = Layout.of(settings.data, ranks.world_size, bitwise=settings.parallel.bitwise)

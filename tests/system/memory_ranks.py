@@ -34,6 +34,18 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+def frozen_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of a frozen model: its shard, and what FSDP2 keeps gathered."""
+    groups = parameter_groups(model)
+    if not groups:
+        return storage_bytes(model.parameters())
+    tensors = []
+    for parameter in itertools.chain.from_iterable(group.fsdp_params for group in groups):
+        tensors.append(parameter._sharded_param_data)
+        tensors += [t for t in (parameter._unsharded_param,) if t.untyped_storage().nbytes()]
+    return storage_bytes(tensors)
+
+
 def gradient_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of all gradients, and of those that FSDP has yet to reduce."""
     gradients = [p.grad for p in model.parameters() if not p.is_meta]
@@ -51,6 +63,7 @@ class MeasuringStep:
         self.train_step = loop.train_step
         self.step = 0
         self.weights = 0
+        self.frozen = 0
         self.gradients = 0
         self.optimizer = 0
         self.bytes_added: list[int] = []
@@ -62,6 +75,7 @@ class MeasuringStep:
 
         model = engine.model
         self.weights = storage_bytes(p for p in model.parameters() if not p.is_meta)
+        self.frozen = sum(frozen_bytes(frozen) for frozen in engine._frozen.values())
         states = itertools.chain.from_iterable(
             state.values() for state in optimizer.optimizer.state.values()
         )
@@ -89,7 +103,13 @@ class MeasuringStep:
         # The median, because gloo's threads release a sent message at any time. It may be after the
         # end of its step, or within the next one.
         added = statistics.median(self.bytes_added)
-        memory = MeasuredMemory(self.weights, self.gradients, self.optimizer, added)
+        memory = MeasuredMemory(
+            weights=self.weights,
+            frozen=self.frozen,
+            gradients=self.gradients,
+            optimizer=self.optimizer,
+            added_by_step=added,
+        )
         return json.dumps(memory._asdict())
 
 

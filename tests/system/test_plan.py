@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import is_initialized
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.cli import main
 from llmtrain.errors import UserError
@@ -29,12 +30,14 @@ from tests.launching import (
     run,
 )
 from tests.memory import can_measure, measure_run, planned_step
+from tests.models.small_models import byte_tokenizer
 from tests.multimodal import write_checkpoint
 
 needs_measurement = pytest.mark.skipif(
     not can_measure(), reason="proc/self/clear_refs (Linux) is not writable here"
 )
 
+DISTILL = "recipes/distill.py"
 LAUNCHERS = {
     "one process": PYTHON,
     "DDP": accelerate("cpu_ddp"),
@@ -97,6 +100,50 @@ def test_a_run_needs_the_memory_that_its_plan_predicts(
     error = predicted_activations / activations - 1
     score(f"plan: {layout_name}: activations predicted {error:+.1%}")
     assert predicted_activations == pytest.approx(activations, rel=0.1)
+
+
+@long_form
+@pytest.mark.timeout(600)
+@needs_measurement
+@pytest.mark.parametrize(
+    ("layout_name", "processes"),
+    [
+        ("one process", 1),
+        ("FSDP2", 2),
+    ],
+)
+def test_a_distillation_needs_the_memory_that_its_plan_predicts(
+    layout_name: str,
+    processes: int,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    score: Callable[[str], None],
+) -> None:
+    """The teacher is larger than the student, and its logits are a large part of the rest."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "head_dim": 64}
+    config = AutoConfig.for_model("llama", **sizes, num_attention_heads=8, vocab_size=32768)
+    teacher = tmp_path / "teacher"
+    AutoModelForCausalLM.from_config(config).save_pretrained(teacher)
+    byte_tokenizer().save_pretrained(teacher)
+    run_flags = shlex.split(
+        "--config_overrides "
+        "hidden_size=256,intermediate_size=704,vocab_size=32768,tie_word_embeddings=true "
+        f"--teacher_model_name_or_path {teacher} --tokenizer {teacher} --max_steps 4 "
+        f"--block_size 64 --global_batch_size {8 * processes} --per_device_train_batch_size 4 "
+        "--report_to none --eval_fraction 0 --resume_from_checkpoint never "
+        f"--dataset {text_file}"
+    )
+    plan_flags = shlex.split(f"--processes {processes} --device cpu --per_machine 2")
+
+    layouts = planned(capsys, [DISTILL, *run_flags, *plan_flags])["layouts"]
+    [predicted] = [layout["bytes"] for layout in layouts if layout["name"] == layout_name]
+    measured = measure_run(LAUNCHERS[layout_name], DISTILL, run_flags, tmp_path / "run")
+
+    error = predicted["total"] / measured.total - 1
+    score(f"plan: distillation, {layout_name}: predicted {error:+.1%}")
+    assert predicted["frozen"] == measured.frozen
+    assert predicted["total"] == pytest.approx(measured.total, rel=0.03)
 
 
 @long_form

@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.data.shards import Column
 from llmtrain.devices import known_device
@@ -17,7 +18,10 @@ from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.objective import LossSums, Objective
 from llmtrain.lab.plan.hardware import PlanRequest, hardware_of
 from llmtrain.lab.plan.layouts import fitting_sizes
+from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.config import GPTConfig, ModelConfig
+from llmtrain.models.distillation import DistillConfig
+from llmtrain.models.distillation_objective import DistillationObjective
 from llmtrain.models.gpt import GPT
 from llmtrain.models.pretrained import load_model
 from llmtrain.parallel.config import ParallelConfig
@@ -26,7 +30,7 @@ from llmtrain.parallel.ranks import Sharding
 from llmtrain.training import activations
 from llmtrain.training.activations import ActivationBytes, MicroBatch, count_activations
 from llmtrain.training.optim import make_optimizer
-from llmtrain.training.predicted_memory import LocalParameter, Memory, UnitBytes
+from llmtrain.training.predicted_memory import Bytes, LocalParameter, Memory, UnitBytes
 from llmtrain.training.recipe_model import RecipeModel, build_recipe_model
 from llmtrain.training.settings import OptimConfig
 from tests.engines import ScaledRows
@@ -227,6 +231,55 @@ def test_micro_batches_that_fit_divide_the_rows_of_a_process() -> None:
     assert fitting_sizes(predicted, sharding, 24, totals[6] + 1) == [1, 2, 3, 4, 6]
     assert fitting_sizes(predicted, sharding, 24, totals[1] - 1) == []
     assert fitting_sizes(predicted, sharding, 24, 1e12) == divisors_of_24
+
+
+# --- frozen models
+
+
+def distilled(source: str = "teacher", width: int = 64, depth: int = 2) -> Memory:
+    """Return the memory of a small Llama that learns from one with these sizes."""
+    sizes = {"vocab_size": VOCABULARY, "num_attention_heads": 4, "intermediate_size": 96}
+    student = LlamaConfig(**sizes, hidden_size=32, num_hidden_layers=2)
+    teacher = LlamaConfig(**sizes, hidden_size=width, num_hidden_layers=depth)
+    with torch.device("meta"):
+        models = [make_causal_lm(LlamaForCausalLM(c), POSITIONS) for c in (student, teacher)]
+    predicted = memory()
+    predicted.recipe = predicted.recipe._replace(
+        model=models[0],
+        frozen={"teacher": models[1].requires_grad_(False)},
+        objective=DistillationObjective(DistillConfig(), source),
+    )
+    return predicted
+
+
+@pytest.mark.parametrize("source", ["teacher", "samples"])
+def test_a_teacher_needs_its_weights_and_live_the_hidden_states_of_the_targets(source: str) -> None:
+    small = distilled(source)
+    deep = distilled(source, depth=6)
+    wide = distilled(source, width=128)
+
+    def bytes_of(predicted: Memory) -> Bytes:
+        return predicted.bytes_of(ONE_PROCESS, rows=2, accumulation=1)
+
+    def weights(predicted: Memory) -> int:
+        return sum(p.nbytes for p in predicted.recipe.frozen["teacher"].parameters())
+
+    assert bytes_of(deep).frozen == weights(deep)
+    assert bytes_of(deep).total - bytes_of(small).total == weights(deep) - weights(small)
+    hidden_states = 4 * 2 * POSITIONS * (128 - 64) if source == "teacher" else 0
+    added = bytes_of(wide).total - bytes_of(small).total
+    assert added == weights(wide) - weights(small) + hidden_states
+
+
+def test_a_sharded_teacher_keeps_its_head_and_its_last_norm_gathered() -> None:
+    predicted = distilled()
+    teacher = predicted.recipe.frozen["teacher"]
+
+    needed = predicted.bytes_of(Sharding(replicas=1, shards=3), rows=2, accumulation=1)
+
+    shards = [math.ceil(len(p) / 3) * p[0].nbytes for p in teacher.parameters()]
+    gathered = teacher.lm_head.weight.nbytes + teacher.model.norm.weight.nbytes
+    assert needed.frozen == sum(shards) + gathered
 
 
 # --- devices

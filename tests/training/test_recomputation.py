@@ -82,7 +82,7 @@ class Chooser:
         if objective is not None:
             bundle.objective = objective
 
-        rows: Any = SimpleNamespace(positions=64)
+        rows: Any = SimpleNamespace(positions=64, train=SimpleNamespace(columns={}))
         choose_recomputation(self.ranks, bundle, self.settings, layout=LAYOUT, rows=rows)
         return bundle
 

@@ -200,6 +200,9 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
         flops = rate_text(recipe.flops_per_token, "FLOPs")
         model += f"; {flops} per token, forward and backward"
     print(labelled("model", model))
+    for name, frozen in recipe.frozen.items():
+        count = sum(p.numel() for p in frozen.parameters())
+        print(labelled(name, f"{recipe._replace(model=frozen).class_name}: {count:,} parameters"))
 
     settings = recipe.settings
     rows = f"{settings.data.global_batch_size:,} rows of {recipe.rows.positions:,} tokens"
@@ -219,7 +222,7 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
 
     if plan.compute is None:
         return
-    row_seconds = plan.compute.forward + plan.compute.backward
+    row_seconds = plan.compute.frozen + plan.compute.forward + plan.compute.backward
     speed = f"{duration_text(row_seconds)} per row, at {plan.mfu:.0%} of the peak (--mfu)"
     print(labelled("speed", speed))
 
@@ -229,10 +232,14 @@ def _print_head(arguments: argparse.Namespace, plan: "Plan") -> None:
 
 def _print_tables(plan: "Plan") -> None:
     sizes = {}
+    kinds = [*plan.layouts[0].bytes._fields]
+    if not plan.memory.frozen:
+        kinds.remove("frozen")
     for layout in plan.layouts:
         largest = pluralize(layout.largest, "row") if layout.largest > 0 else "too much"
-        sizes[layout.name] = [*map(size_text, layout.bytes), largest]
-    _print_table("memory per process", [*plan.layouts[0].bytes._fields, "largest"], sizes)
+        texts = [size_text(getattr(layout.bytes, kind)) for kind in kinds]
+        sizes[layout.name] = [*texts, largest]
+    _print_table("memory per process", [*kinds, "largest"], sizes)
 
     times = {}
     for layout in plan.layouts:

@@ -96,12 +96,14 @@ class Compute(NamedTuple):
         backward: the backward pass of a row, without activations that are computed again.
         optimizer: the part of the optimizer step that processes divide among them.
         muon: Muon's products in a step. Every process computes all of them.
+        frozen: the forward passes of frozen models over a row.
     """
 
     forward: float
     backward: float
     optimizer: float
     muon: float = 0.0
+    frozen: float = 0.0
 
 
 class Step(NamedTuple):
@@ -158,11 +160,14 @@ def estimate_compute(memory: Memory, device: Device, mfu: float) -> Compute | No
         if p.is_muon:
             short, long = sorted((p.rows, p.row_numel))
             muon_flops += _MUON_ITERATIONS * (4 * short**2 * long + 2 * short**3)
+    # Half of what a frozen weight costs in a model that is trained, because no gradient passes it.
+    frozen_flops = sum(frozen.recipe.flops_per_token for frozen in memory.frozen) / 2
     return Compute(
         forward=forward,
         backward=row - forward,
         optimizer=optimizer_bytes / device.memory_bandwidth,
         muon=muon_flops / flops_per_second,
+        frozen=recipe.rows.positions * frozen_flops / flops_per_second,
     )
 
 
@@ -190,7 +195,7 @@ def step_time(
     backward = rows * compute.backward
     if recomputes:
         backward += forward
-    computing = accumulation * (forward + backward)
+    computing = accumulation * (rows * compute.frozen + forward + backward)
     computing += compute.optimizer / sharding.shards + compute.muon
 
     if not sharding.is_sharded:
@@ -206,9 +211,14 @@ def step_time(
         + cluster.all_reduce(unit.gradients / shards, sharding.replicas, stride=shards)
         for unit in memory.units
     ]
+    frozen_units = [unit for frozen_model in memory.frozen for unit in frozen_model.units]
+    frozen_gathers = sum(
+        cluster.all_gather(unit.weights, shards) for unit in frozen_units if not unit.stays_gathered
+    )
     # The last unit is the rest of the model. Nothing hides that it is gathered for a forward pass,
     # nor that its gradients are reduced.
     in_forward = max(gathers[-1], sum(gathers) - forward)
+    in_forward += max(0.0, frozen_gathers - rows * compute.frozen)
     in_backward = max(0.0, sum(gathers) - backward)
     with_reductions = max(reductions[-1], sum(gathers) + sum(reductions) - backward)
 
@@ -217,7 +227,8 @@ def step_time(
     exposed += (accumulation - reducing_batches) * in_backward
     return Step(
         compute=computing,
-        communication=2 * accumulation * sum(gathers) + reducing_batches * sum(reductions),
+        communication=accumulation * (2 * sum(gathers) + frozen_gathers)
+        + reducing_batches * sum(reductions),
         exposed=exposed,
     )
 

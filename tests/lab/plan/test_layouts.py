@@ -34,7 +34,8 @@ def plan_of(global_batch_size: int, per_device_train_batch_size: int) -> Plan:
         ),
     )
 
-    recipe = RecipeModel(model, settings, precision="bf16", rows=SimpleNamespace(positions=32))
+    rows = SimpleNamespace(positions=32, train=SimpleNamespace(columns={}))
+    recipe = RecipeModel(model, settings, precision="bf16", rows=rows)
     device = DEVICES["h100-80gb"]
     link = Link(device.link, 0.0)
     return Plan(

@@ -97,6 +97,7 @@ def memory_of(sizes: list[int], bucket_mib: float | None = None) -> Memory:
         recipe=SimpleNamespace(settings=SimpleNamespace(parallel=parallel)),
         parameters=parameters,
         units=units,
+        frozen=[],
         bf16=False,
         reduces_once=True,
     )
@@ -233,3 +234,16 @@ def test_a_step_under_hsdp_also_adds_up_the_gradients_of_the_replicas() -> None:
     assert step.communication == pytest.approx(
         gathers + reductions_of_shards + reductions_of_replicas
     )
+
+
+def test_a_frozen_model_computes_and_is_gathered_once_a_micro_batch() -> None:
+    memory = memory_of([MIB_OF_FLOATS])
+    without = step_under(TWO_SHARDS, memory, accumulation=4)
+    memory.frozen.append(memory_of([3 * MIB_OF_FLOATS]))
+
+    step = step_under(TWO_SHARDS, memory, accumulation=4, compute=COMPUTE._replace(frozen=0.3))
+
+    gather = 1 / 2 * 3
+    assert step.compute - without.compute == pytest.approx(4 * ROWS * 0.3)
+    assert step.communication - without.communication == pytest.approx(4 * gather)
+    assert step.exposed - without.exposed == pytest.approx(4 * (gather - ROWS * 0.3))
