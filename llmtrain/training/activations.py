@@ -240,6 +240,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._stop_counting_gradient
                 )
         model.register_forward_pre_hook(self._on_forward)
+        self._weight_shapes = {parameter.shape for parameter in model.parameters()}
         self._blocks = list_of_blocks(model) or ()
         for block in self._blocks:
             block.register_forward_hook(self._on_block_end)
@@ -251,6 +252,10 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[object, ...] = (),
         kwargs: JsonObject | None = None,
     ) -> object:
+        # Autograd adds up the gradients of a tied weight in place, but not on fake tensors.
+        is_sum = function is torch.ops.aten.add.Tensor and not torch.is_grad_enabled()
+        if is_sum and getattr(args[0], "shape", None) in self._weight_shapes:
+            return args[0]
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):

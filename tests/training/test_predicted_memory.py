@@ -162,6 +162,15 @@ def test_a_block_that_is_recomputed_keeps_only_its_input() -> None:
     assert activations_of(config).per_block == 4 * 2 * POSITIONS * 64
 
 
+def test_the_two_gradients_of_a_tied_weight_are_added_up_in_place() -> None:
+    recipe = memory(config=GPTConfig(n_layer=1, n_head=1, n_embd=64, block_size=2)).recipe
+
+    counted = count_activations(recipe.model, recipe.objective, MicroBatch(1, 2))
+
+    two_gradients = 2 * 4 * VOCABULARY * 64
+    assert counted.end_of_backward == pytest.approx(two_gradients, rel=0.1)
+
+
 def test_a_model_that_recomputes_its_blocks_is_counted_by_the_first_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
