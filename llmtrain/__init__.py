@@ -27,6 +27,7 @@ _NAMES = {
     "llmtrain.models.loss": ["summed_nll"],
     "llmtrain.models.preference": ["Answers", "PreferenceConfig", "PreferenceLoss"],
     "llmtrain.models.pretrained": ["load_model"],
+    "llmtrain.models.teacher": ["with_teacher"],
     "llmtrain.parallel.config": ["ParallelConfig"],
     "llmtrain.training.muon": ["Muon"],
     "llmtrain.training.opening": ["open_run"],

@@ -29,6 +29,7 @@ from llmtrain.models.preference import Answers as Answers
 from llmtrain.models.preference import PreferenceConfig as PreferenceConfig
 from llmtrain.models.preference import PreferenceLoss as PreferenceLoss
 from llmtrain.models.pretrained import load_model as load_model
+from llmtrain.models.teacher import with_teacher as with_teacher
 from llmtrain.parallel.config import ParallelConfig as ParallelConfig
 from llmtrain.training.muon import Muon as Muon
 from llmtrain.training.opening import open_run as open_run

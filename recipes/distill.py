@@ -55,15 +55,15 @@ def tokenized(settings: Settings) -> lt.Tokenized:
 
 def build(settings: Settings, rows: lt.Tokenized, precision: str) -> lt.ModelBundle:
     """Build the student, with a LoRA adapter if the settings have one, and its teacher."""
-    return lt.load_model(
+    student = lt.load_model(
         settings.model,
         settings.lora,
         rows,
         seed=settings.optim.seed,
         precision=precision,
         bitwise=settings.parallel.bitwise,
-        distill=settings.distill,
     )
+    return lt.with_teacher(student, settings.distill, settings.model, rows, settings.optim.seed)
 
 
 def main(argv: list[str] | None = None) -> object:

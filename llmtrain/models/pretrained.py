@@ -9,18 +9,18 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
 
 from llmtrain.console import say
-from llmtrain.errors import UserError, short_repr
+from llmtrain.errors import UserError
 from llmtrain.files import JsonObject
 from llmtrain.interfaces.batches import Batch
 from llmtrain.interfaces.model import ModelBundle, Weights
 from llmtrain.interfaces.objective import Objective
-from llmtrain.model_folders import as_token_ids, tokenizer_of, vocabulary_of
+from llmtrain.model_folders import as_token_ids, vocabulary_of
 from llmtrain.models.adapters import (
     adapter_origin,
     check_base,
@@ -30,16 +30,7 @@ from llmtrain.models.adapters import (
 )
 from llmtrain.models.causal_lm import CausalLM, make_causal_lm
 from llmtrain.models.config import ModelConfig
-from llmtrain.models.distillation import DistillConfig
-from llmtrain.models.distillation_objective import SCORED_COLUMNS, DistillationObjective
-from llmtrain.models.export import (
-    MODULE_CLASS,
-    ModelFiles,
-    config_values,
-    folder_config,
-    gives_scores,
-    how_to_load,
-)
+from llmtrain.models.export import ModelFiles, config_values
 from llmtrain.models.hub_models import (
     StoredDtypes,
     local_folder,
@@ -116,7 +107,6 @@ def load_model(
     precision: str,
     bitwise: bool = False,
     preference: PreferenceConfig | None = None,
-    distill: DistillConfig | None = None,
 ) -> ModelBundle:
     """Build the Hugging Face model that is trained, and its objective.
 
@@ -142,8 +132,6 @@ def load_model(
         bitwise: reject a model whose bits would depend on the parallel layout.
         preference: compare answers instead of predicting tokens. A reward model is an instance of
             the family's class for sequence classification.
-        distill: learn from a teacher instead of the targets alone. It becomes a frozen model of the
-            result, unless the rows were scored before.
 
     Raises:
         UserError: if there is no such model, or if it does not fit the rows or the other settings.
@@ -153,20 +141,6 @@ def load_model(
     config = config.with_values(rows.decided)
     config.resolve_runs()
     _check_flags(config, lora)
-    return _load(config, lora, rows, seed, precision, bitwise, preference, distill)
-
-
-def _load(
-    config: ModelConfig,
-    lora: LoraConfig | None,
-    rows: PreparedRows,
-    seed: int,
-    precision: str,
-    bitwise: bool = False,
-    preference: PreferenceConfig | None = None,
-    distill: DistillConfig | None = None,
-) -> ModelBundle:
-    """Build a model whose config is complete; see :func:`load_model`."""
     if lora is not None and not lora.lora_r:
         lora = None
     is_reward_model = preference is not None and preference.is_reward_model
@@ -234,7 +208,7 @@ def _load(
     if bitwise:
         _check_no_dropout(trained)
     trained.recompute_blocks(enabled=bool(base.gradient_checkpointing))
-    objective, prepare_batch = _objective(trained, rows, preference, distill)
+    objective, prepare_batch = _objective(trained, rows, preference)
 
     return ModelBundle(
         model=trained,
@@ -243,91 +217,8 @@ def _load(
         start=_start(base, lora, adapter, origin, [*outside_text]),
         check=functools.partial(check_model, trained, is_packed=rows.is_packed),
         objective=objective,
-        frozen=_frozen_models(distill, base, rows, seed),
         prepare_batch=prepare_batch,
     )
-
-
-def _frozen_models(
-    distill: DistillConfig | None, student: ModelConfig, rows: PreparedRows, seed: int
-) -> dict[str, ModelBundle]:
-    """Return the models that an objective runs besides the one that is trained, by name."""
-    if distill is None or _teacher_source(distill, rows) == "rows":
-        return {}
-    return {"teacher": load_teacher(distill, student, rows, seed)}
-
-
-def load_teacher(
-    distill: DistillConfig, student: ModelConfig, rows: PreparedRows, seed: int
-) -> ModelBundle:
-    """Build the teacher of a distillation, whose weights are read when it is placed.
-
-    Args:
-        distill: names the teacher.
-        student: how the student is used.
-        rows: the rows that both models read.
-        seed: of the run.
-
-    Raises:
-        UserError: if there is no such model, or if it has another vocabulary than the rows.
-    """
-    config = copy.copy(student)
-    config.model_name_or_path = distill.teacher_model_name_or_path
-    config.model_revision = distill.teacher_model_revision
-    config.from_config = None
-    config.freeze = None
-    config.load_in_4bit = False
-    config.gradient_checkpointing = False
-    try:
-        config.resolve_runs()
-        folder = Path(str(config.model_name_or_path))
-        values = folder_config(folder)
-        if MODULE_CLASS in values or gives_scores(values):
-            raise UserError(
-                f"--model_name_or_path {folder} gives no logits ({how_to_load(folder)}); name a "
-                "causal language model."
-            )
-        if current_plan() is None:
-            _check_vocabulary(config, rows)
-        return _load(config, None, rows, seed, precision="no")
-    except UserError as error:
-        # The same checks as for the student, whose flags have other names.
-        raise UserError(str(error).replace("--model_", "--teacher_model_")) from error
-
-
-def _check_vocabulary(config: ModelConfig, rows: PreparedRows) -> None:
-    """Raise :class:`UserError` unless a teacher has the tokens of the rows, under the same ids."""
-    if rows.tokenizer is None:
-        return
-    name = str(config.tokenizer_name)
-    own = {id: token for token, id in tokenizer_of(name).get_vocab().items()}
-    wanted = {id: token for token, id in rows.tokenizer.get_vocab().items()}
-    for id in sorted({*own, *wanted}):
-        if own.get(id) != wanted.get(id):
-            raise UserError(
-                f"--model_name_or_path {name} has another vocabulary than the rows: token {id} is "
-                f"{short_repr(own.get(id))} there, and {short_repr(wanted.get(id))} in the rows; a "
-                "teacher needs the tokenizer of the student."
-            )
-
-
-def _teacher_source(
-    distill: DistillConfig, rows: PreparedRows
-) -> Literal["teacher", "rows", "samples"]:
-    """Return where the teacher's distributions come from.
-
-    Raises:
-        UserError: if there is neither a teacher nor rows that were scored before.
-    """
-    if set(SCORED_COLUMNS) <= set(rows.column_names):
-        return "rows"
-    if distill.teacher_model_name_or_path is None:
-        raise UserError(
-            "name a teacher with --teacher_model_name_or_path, or a data set that was scored with "
-            "--loss_top_k."
-        )
-    is_sampled = distill.rounds > 0 and distill.round_loss == "sampled_reverse_kl"
-    return "samples" if is_sampled else "teacher"
 
 
 def _weights_of(
@@ -375,10 +266,7 @@ def _frozen_dtype(folder: Path, precision: str, trains_modules: bool) -> torch.d
 
 
 def _objective(
-    model: CausalLM,
-    rows: PreparedRows,
-    preference: PreferenceConfig | None,
-    distill: DistillConfig | None,
+    model: CausalLM, rows: PreparedRows, preference: PreferenceConfig | None
 ) -> tuple[Objective, Callable[[Batch], Batch]]:
     """Return the objective, and a function that prepares its micro-batches on the host."""
     if preference is not None:
@@ -394,8 +282,6 @@ def _objective(
             batch, on_gpu=model.device.type == "cuda"
         )
 
-    if distill is not None:
-        return DistillationObjective(distill, _teacher_source(distill, rows)), model.prepare_batch
     return Objective(), model.prepare_batch
 
 

@@ -30,7 +30,7 @@ from llmtrain.models.distillation import DistillConfig
 from llmtrain.models.distillation_objective import LEAST_LOGP, log_probabilities
 from llmtrain.models.hub_models import cast_weights, local_folder, origin_of
 from llmtrain.models.loss import targets_of
-from llmtrain.models.pretrained import load_teacher
+from llmtrain.models.teacher import load_teacher
 from llmtrain.parallel.placement import move_to_devices
 from llmtrain.parallel.ranks import TrainingAccelerator
 
