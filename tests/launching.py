@@ -24,6 +24,7 @@ PYTHON = [str(BIN / "python")]
 GPT = "recipes/gpt.py"
 FINETUNE = "recipes/finetune.py"
 PREFERENCE = "recipes/preference.py"
+DISTILL = "recipes/distill.py"
 
 LONG = bool(os.environ.get("LLMTRAIN_LONG"))  # `make test-all` sets it
 long_form = pytest.mark.long

@@ -19,11 +19,12 @@ import pytest
 
 import llmtrain as lt
 from llmtrain.cli import parse_command
-from recipes import finetune, gpt, preference
+from recipes import distill, finetune, gpt, preference
 from tests.buckets import bucket_server
 from tests.forked import run_forked
 from tests.launching import (
     BIN,
+    DISTILL,
     FINETUNE,
     GPT,
     PREFERENCE,
@@ -44,7 +45,13 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 SKILL = ROOT / "llmtrain" / ".agents" / "skills" / "llmtrain" / "SKILL.md"
 AGENT_PAGES = [ROOT / "AGENTS.md", SKILL]
 each_page = pytest.mark.parametrize("page", [*PAGES, *AGENT_PAGES], ids=lambda page: page.name)
-RECIPES = {GPT: gpt, FINETUNE: finetune, PREFERENCE: preference, "mine/gpt.py": gpt}
+RECIPES = {
+    GPT: gpt,
+    FINETUNE: finetune,
+    DISTILL: distill,
+    PREFERENCE: preference,
+    "mine/gpt.py": gpt,
+}
 PROGRAMS = ("llmtrain", "python", "accelerate", "torchrun", "make")
 # Commands that show a mistake, or print and end.
 ENDS_EARLY = ("--n_layers 3", "--lr 2e-5", "--help", "--version", "--print_config")
@@ -92,6 +99,12 @@ SMALL_FINETUNE = {
     "report_to": "none",
 }
 SMALL_BASE = {name: SMALL_FINETUNE[name] for name in ("block_size", "max_steps", "report_to")}
+SMALL_ROUNDS = {
+    "block_size": "128",
+    "prompts_per_round": "8",
+    "max_new_tokens": "4",
+    "report_to": "none",
+}
 SMALL_PREFERENCE = {name: SMALL_FINETUNE[name] for name in ("max_steps", "report_to")}
 # The commands of README read the built-in data sets, which would take minutes to tokenise in full. Those of other
 # pages read files.
@@ -192,7 +205,7 @@ def made_small(command: str, page: Path) -> str:
         flags = {**flags, **FEW_DOCUMENTS}
     missing = [f"--{name} {value}" for name, value in flags.items() if f"--{name} " not in command]
 
-    command = command.replace("FOLDER_OR_HUB_NAME", "runs/finetune/model")
+    command = re.sub("FOLDER_OR_HUB_NAME|STUDENT|TEACHER", "runs/finetune/model", command)
     return " ".join([command, *missing])
 
 
@@ -221,8 +234,10 @@ def small_flags(command: str, *, reads_builtin: bool) -> dict[str, str]:
         # The small model of gpt.py decides the rest.
         return SMALL_PREFERENCE
 
-    if "recipes/finetune.py" in command:
-        return SMALL_BASE if "FOLDER_OR_HUB_NAME" in command else SMALL_FINETUNE
+    if re.search("recipes/(finetune|distill).py", command):
+        has_model = re.search("FOLDER_OR_HUB_NAME|STUDENT", command)
+        flags = SMALL_BASE if has_model else SMALL_FINETUNE
+        return SMALL_ROUNDS if "--rounds" in command else flags
 
     if "recipes/preference.py" in command:
         return SMALL_PREFERENCE if reads_builtin else SMALL_PAIRS
