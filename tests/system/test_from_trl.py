@@ -3,6 +3,8 @@
 import re
 import shlex
 import shutil
+from dataclasses import fields
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,26 @@ def test_the_code_of_the_page_is_in_the_files() -> None:
     assert len(blocks) == 5
     for block in blocks:
         assert any(block in file for file in files), block
+
+
+def test_each_argument_of_a_distillation_with_trl_is_on_the_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("trl", reason="needs trl, which comes with the extra dev")
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl import DistillationConfig, SFTConfig
+    from trl.experimental.gkd import GKDConfig
+    from trl.trainer.base_config import _BaseConfig
+
+    [section] = re.findall(r"^### Distillation\n(.*?)^## ", PAGE.read_text(), re.DOTALL | re.M)
+    first_cells = "".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))
+    patterns = re.findall("`([a-z0-9_*]+)`", first_cells)
+
+    for config, base in [(DistillationConfig, _BaseConfig), (GKDConfig, SFTConfig)]:
+        own = {field.name for field in fields(config)} - {field.name for field in fields(base)}
+        assert len(own) > 5
+        for name in own:
+            assert any(fnmatch(name, pattern) for pattern in patterns), name
 
 
 # --- runs with TRL
