@@ -51,6 +51,7 @@ _SMOLLM3: dict[str, Any] = {"model_type": "smollm3", "tie_word_embeddings": True
 SIZES: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-0.6B": MODELS["Qwen3-0.6B"],
     "Qwen/Qwen3-1.7B": MODELS["Qwen3-1.7B"],
+    "Qwen/Qwen3-4B": MODELS["Qwen3-4B"],
     "HuggingFaceTB/SmolLM3-3B": _SMOLLM3,
     "HuggingFaceTB/SmolLM3-3B-Base": _SMOLLM3,
     "meta-llama/Llama-3.1-8B-Instruct": MEASURED_MODELS["Llama 8B"],
@@ -235,10 +236,10 @@ def test_a_file_trains_a_tiny_model_of_its_class(path: Path, tmp_path: Path) -> 
     write_data(content, tmp_path / "data")
     flags = f"--config {path} --max_length 64 {TRAINING} --output_dir {tmp_path}/run"
     flags += f" --dataset {tmp_path}/data"
-    if "model_name_or_path" in content:
-        write_stand_in(content["model_name_or_path"], tmp_path / "model")
-        flags += f" --model_name_or_path {tmp_path}/model"
-    else:
+    for name in {"model_name_or_path", "teacher_model_name_or_path"} & content.keys():
+        write_stand_in(content[name], tmp_path / name)
+        flags += f" --{name} {tmp_path}/{name}"
+    if "model_name_or_path" not in content:
         write_tokenizer(tmp_path / "model")
         flags += f" {TINY_GPT} --tokenizer {tmp_path}/model"
 
@@ -257,11 +258,11 @@ def test_the_comment_has_what_plan_predicts_for_the_model_at_full_size(
     folder = tmp_path / "model"
     write_data(content, tmp_path / "data")
     flags = f"--config {path} --dataset {tmp_path}/data --max_steps 20000"
-    if "model_name_or_path" in content:
-        write_tokenizer(folder)
-        write_json(folder / "config.json", SIZES[content["model_name_or_path"]])
-        flags += f" --model_name_or_path {folder}"
-    else:
+    for name in {"model_name_or_path", "teacher_model_name_or_path"} & content.keys():
+        write_tokenizer(tmp_path / name)
+        write_json(tmp_path / name / "config.json", SIZES[content[name]])
+        flags += f" --{name} {tmp_path}/{name}"
+    if "model_name_or_path" not in content:
         write_tokenizer(folder, vocabulary=50257)
         flags += f" --tokenizer {folder}"
     command = command_in(path)
