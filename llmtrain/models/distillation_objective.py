@@ -1,7 +1,7 @@
 """The objective of distillation: a divergence between a student and a teacher, per target token.
 
 The teacher's distributions come from one of three sources. A teacher in memory gives all of its
-logits. Rows that :mod:`llmtrain.models.teacher_scorer` has scored have its k largest
+logits. Rows that :mod:`llmtrain.training.teacher_scorer` has scored have its k largest
 log-probabilities. Rows that the student has generated have one number per token.
 
 Below, p is the teacher's distribution of a token and q is the student's.

@@ -269,7 +269,7 @@ def test_runs_take_a_scored_set_that_fits_their_flags(tmp_path, capsys, flags, m
         f"{made} {other}": "were not scored by the same teacher",
         f"{made} {chats}": "were not scored by the same teacher",
         f"{made} {' '.join(teacher)}": "has the scores of its teacher, so training loads none",
-        f"{made} {' '.join(teacher)} --rounds 2": "or name the records of the set",
+        f"{made} {' '.join(teacher)} --rounds 2": "was made with --packing True, and this run wants False",
         f"{chats} --loss_top_k 4 {' '.join(teacher)}": "--loss_top_k is for llmtrain tokenize",
         f"{chats}": "name a teacher with --teacher_model_name_or_path, or a data set that was",
     }
