@@ -342,7 +342,7 @@ class ModelConfig(Config):
         """
         self.resolve_runs()
         if not self.continue_adapter:
-            self._merge_adapter()
+            self.merge_adapter()
         if self.max_length == "auto":
             return
         positions = self.of_base().max_positions()
@@ -383,7 +383,7 @@ class ModelConfig(Config):
         config.continue_adapter = False
         return config
 
-    def _merge_adapter(self) -> None:
+    def merge_adapter(self) -> None:
         """Let ``model_name_or_path`` name the merged model, if it names an adapter."""
         name = self.model_name_or_path
         if name is not None and is_adapter(Path(name)):

@@ -21,8 +21,8 @@ class DistillConfig(Config):
     teacher_model_name_or_path: str | None = flag(
         None,
         "causal LM that teaches: the folder of a run, a checkpoint or a model, or a hub name; it "
-        "needs the tokenizer of the student (default: the rows were scored before, by llmtrain "
-        "tokenize with --loss_top_k)",
+        "needs the tokenizer of the student; a LoRA adapter is merged into its base (default: the "
+        "rows were scored before, by llmtrain tokenize with --loss_top_k)",
     )
     teacher_model_revision: str = flag(
         "main",

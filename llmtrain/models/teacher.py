@@ -71,6 +71,7 @@ def load_teacher(
     undecided.decided = {}  # the decisions are about the student
     try:
         config.resolve_runs()
+        config.merge_adapter()
         folder = Path(str(config.model_name_or_path))
         values = folder_config(folder)
         if MODULE_CLASS in values or gives_scores(values):

@@ -6,7 +6,6 @@ The scores are columns of the rows. Training on them needs no teacher.
 import functools
 from collections.abc import Iterator, Mapping
 from contextvars import Context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from llmtrain.files import JsonObject
 from llmtrain.interfaces.batches import IGNORED, Batch
 from llmtrain.interfaces.model import ModelBundle
 from llmtrain.launching.accelerator import start_accelerator
-from llmtrain.model_folders import model_folder
 from llmtrain.models.config import ModelConfig
 from llmtrain.models.distillation import DistillConfig
 from llmtrain.models.distillation_objective import LEAST_LOGP, log_probabilities
@@ -73,9 +71,10 @@ class TeacherScorer:
     @functools.cached_property
     def fingerprint(self) -> JsonObject:
         """What the scores depend on: the weights of the teacher, the temperature and k."""
-        name = str(self.distill.teacher_model_name_or_path)
-        if Path(name).is_dir():
-            name = model_folder(name)
+        config = ModelConfig(model_name_or_path=self.distill.teacher_model_name_or_path)
+        config.resolve_runs()
+        Context().run(config.merge_adapter)  # a plan would only write its outline
+        name = str(config.model_name_or_path)
         revision = self.distill.teacher_model_revision
         local_folder(name, revision)  # reports a name that is wrong
         return {
