@@ -114,11 +114,13 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json_text(facts))
         return
+    temperature = (manifest["made_from"].get("teacher") or {}).get("temperature", 1)
+    scored_at = f" --temperature {temperature:g}" if temperature != 1 else ""
     print(
         f"{place}: {facts['rows']:,} rows of {metadata['block_size']:,} tokens, "
         f"{facts['tokens']:,} target tokens, {pluralize(len(sizes), 'file')} of "
         f"{facts['bytes'] / 1e6:,.1f} MB\n"
-        f"to train on it: accelerate launch {arguments.recipe} --dataset {place}"
+        f"to train on it: accelerate launch {arguments.recipe} --dataset {place}{scored_at}"
     )
 
 

@@ -338,6 +338,7 @@ class SetMaker:
         """
         request = self.request
         splits: dict[str, list[JsonObject]] = {"train": [], "eval": []}
+        precisions: set[str | None] = set()
         audits: dict[str, list[Audit]] = {"train": [], "eval": []}
         for number, (source, reader) in enumerate(zip(request.recorded, self.readers, strict=True)):
             reader.divide()
@@ -351,10 +352,17 @@ class SetMaker:
                 )
             for split in source.splits:
                 files = [facts[split] for facts in shards]
+                precisions.update(file.get("precision") for file in files)
                 audit = total_of_shards([Audit(**file.pop("audit")) for file in files])
                 _check_split(source, split, audit, self.length, request)
                 audits[split].append(audit)
                 splits[split].append({"audit": asdict(audit), "shards": files})
+        precisions -= {None, ""}  # of shards without rows, or without scores
+        if len(precisions) > 1:
+            raise UserError(
+                f"{self.place}: the teacher has scored parts of the set in different precisions; "
+                "make all parts on machines with a GPU, or all without one."
+            )
 
         metadata = metadata_of(
             " ".join(request.train_names),

@@ -8,7 +8,7 @@ Below, p is the teacher's distribution of a token and q is the student's.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,8 +20,8 @@ from llmtrain.models.distillation import DistillConfig
 from llmtrain.models.loss import targets_of
 
 # Columns [B, T] or [B, T, k] of rows, whose value t belongs to label t.
-SCORED_COLUMNS = ("teacher_ids", "teacher_logps", "teacher_rest", "teacher_logp")
-SAMPLED_COLUMNS = ("teacher_logp", "student_logp")
+SCORED_COLUMNS: tuple[str, ...] = ("teacher_ids", "teacher_logps", "teacher_rest", "teacher_logp")
+SAMPLED_COLUMNS: tuple[str, ...] = ("student_logp", "teacher_logp")
 # Below this, a log-probability counts as this. A model may mask logits with -inf.
 LEAST_LOGP = -1e4
 
@@ -47,6 +47,11 @@ class Targets:
         if self.teacher_logits is not None:
             columns["teacher"] = self.teacher_logits(columns["teacher"])
         return Targets(columns)
+
+    def of_labels(self, values: Tensor) -> Tensor:
+        """Return the value of each label, [N], given those of all tokens, [N, V]."""
+        ids = self.columns["labels"].clamp(min=0)
+        return values.gather(1, ids[:, None])[:, 0]
 
 
 class DistillationObjective(Objective):
@@ -76,13 +81,42 @@ class DistillationObjective(Objective):
         return {"teacher": engine.frozen("teacher", _deferred_logits, batch)}
 
     def loss(self, model: Any, batch: Batch, extra: Batch) -> LossSums:
+        values_of = self._values_of_samples
+        last_metric = "kl_to_sampler"
+        columns = SAMPLED_COLUMNS
+        if "teacher" in batch:
+            values_of = self._values_of_teacher
+            last_metric = "teacher_nll"
+            columns = ()
+        elif self.source == "rows":
+            values_of = self._values_of_rows
+            last_metric = "teacher_nll"
+            columns = SCORED_COLUMNS
+        targets = self._targets(batch, columns)
+
+        values = model.sum_over_logits(values_of, targets, **batch)
+        loss, divergence, nll, last = values.unbind()
+        metrics = {
+            "divergence": divergence,
+            "nll": nll,
+            last_metric: last,
+            "weight": targets.columns["weight"].sum(),
+        }
+        return LossSums(loss, metrics)
+
+    def _targets(self, batch: Batch, names: Sequence[str]) -> Targets:
+        """Return what the student's logits are compared with.
+
+        Args:
+            batch: a micro-batch.
+            names: its columns with scores.
+        """
         labels = targets_of(batch["labels"])
         columns = {"labels": labels, "weight": (labels != IGNORED).float()}
         if "loss_weight" in batch:
             columns["weight"] = target_weights(batch)
-        if "teacher" not in batch:
-            names = SCORED_COLUMNS if self.source == "rows" else SAMPLED_COLUMNS
-            columns |= {name: targets_of(batch[name]) for name in names}
+        for name in names:
+            columns[name] = targets_of(batch[name])
 
         columns = {name: column.flatten(0, 1) for name, column in columns.items()}
         positions = batch.get("target_positions")
@@ -90,21 +124,10 @@ class DistillationObjective(Objective):
             for name, column in columns.items():
                 columns[name] = column.index_select(0, positions.clamp(min=0))
             columns["weight"] = columns["weight"].masked_fill(positions < 0, 0)
-        teacher_logits = None
-        if "teacher" in batch:
-            columns["teacher"], teacher_logits = batch["teacher"]
-
-        is_sampled = "student_logp" in columns
-        function = self._policy_loss if is_sampled else self._divergence
-        values = model.sum_over_logits(function, Targets(columns, teacher_logits), **batch)
-        loss, divergence, nll, last = values.unbind()
-        metrics = {
-            "divergence": divergence,
-            "nll": nll,
-            "kl_to_sampler" if is_sampled else "teacher_nll": last,
-            "weight": columns["weight"].sum(),
-        }
-        return LossSums(loss, metrics)
+        if "teacher" not in batch:
+            return Targets(columns)
+        columns["teacher"], teacher_logits = batch["teacher"]
+        return Targets(columns, teacher_logits)
 
     def metrics(self, sums: Mapping[str, float], extra: Batch) -> dict[str, float]:
         """Return means over the target tokens, in nats.
@@ -120,37 +143,43 @@ class DistillationObjective(Objective):
         """Return no metrics, because the loss is not the likelihood of a text."""
         return {}
 
-    # --- values of target tokens: the loss, and further metrics
+    # --- values of target tokens [n, 4], given the student's logits [n, V]
+    #
+    # They are the loss, the divergence, the nll and a further metric.
 
-    def _divergence(self, logits: Tensor, targets: Targets) -> Tensor:
-        """Return values of target tokens, [n, 4], given the student's logits [n, V]."""
+    def _values_of_teacher(self, logits: Tensor, targets: Targets) -> Tensor:
+        teacher_logits = targets.columns["teacher"].to(logits.dtype)
+        vocabulary = min(logits.shape[1], teacher_logits.shape[1])
+        logits = logits[:, :vocabulary]
+        teacher_logits = teacher_logits[:, :vocabulary]
+
+        log_p = log_probabilities(teacher_logits / self.temperature)
+        log_q = log_probabilities(logits / self.temperature)
+        divergence = generalized_jsd(log_p, log_q, self.beta)
+        teacher_logp = targets.of_labels(log_probabilities(teacher_logits))
+        return self._weighted_values(logits, targets, divergence, teacher_logp)
+
+    def _values_of_rows(self, logits: Tensor, targets: Targets) -> Tensor:
         columns = targets.columns
-        ids = columns["labels"].clamp(min=0)[:, None]
-        if "teacher" in columns:
-            vocabulary = min(logits.shape[1], columns["teacher"].shape[1])
-            logits = logits[:, :vocabulary]
-            teacher_logits = columns["teacher"][:, :vocabulary].to(logits.dtype)
-            log_p = log_probabilities(teacher_logits / self.temperature)
-            log_q = log_probabilities(logits / self.temperature)
-            divergence = generalized_jsd(log_p, log_q, self.beta)
-            teacher_nll = -log_probabilities(teacher_logits).gather(1, ids)[:, 0]
-        else:
-            log_p, log_q = top_k_outcomes(
-                logits / self.temperature,
-                columns["teacher_ids"],
-                columns["teacher_logps"].to(logits.dtype),
-                columns["teacher_rest"].to(logits.dtype),
-            )
-            divergence = generalized_jsd(log_p, log_q, beta=0.0)
-            teacher_nll = -columns["teacher_logp"].to(logits.dtype)
-        nll = -log_probabilities(logits).gather(1, ids)[:, 0]
+        log_p, log_q = top_k_outcomes(
+            logits / self.temperature,
+            columns["teacher_ids"],
+            columns["teacher_logps"].to(logits.dtype),
+            columns["teacher_rest"].to(logits.dtype),
+        )
+        divergence = generalized_jsd(log_p, log_q, beta=0.0)
+        return self._weighted_values(logits, targets, divergence, columns["teacher_logp"])
 
+    def _weighted_values(
+        self, logits: Tensor, targets: Targets, divergence: Tensor, teacher_logp: Tensor
+    ) -> Tensor:
+        nll = -targets.of_labels(log_probabilities(logits))
         loss = (1 - self.sft_share) * divergence + self.sft_share * nll
-        values = torch.stack([loss, divergence, nll, teacher_nll], dim=1)
-        return values * columns["weight"].to(values.dtype)[:, None]
+        values = torch.stack([loss, divergence, nll, -teacher_logp.to(nll.dtype)], dim=1)
+        return values * targets.columns["weight"].to(values.dtype)[:, None]
 
-    def _policy_loss(self, logits: Tensor, targets: Targets) -> Tensor:
-        """Return values of tokens that a student has sampled, [n, 4], given logits [n, V].
+    def _values_of_samples(self, logits: Tensor, targets: Targets) -> Tensor:
+        """Return the values of tokens that a student has sampled.
 
         The loss is that of Lu, "On-Policy Distillation" (Thinking Machines Lab, 2025): a policy
         gradient with importance sampling, in which the advantage of a token is minus the reverse KL
@@ -158,8 +187,7 @@ class DistillationObjective(Objective):
         estimate of that of the reverse KL of the next token.
         """
         columns = targets.columns
-        ids = columns["labels"].clamp(min=0)[:, None]
-        logp = log_probabilities(logits).gather(1, ids)[:, 0]
+        logp = targets.of_labels(log_probabilities(logits))
         sampler_logp = columns["student_logp"].to(logp.dtype)
 
         reverse_kl = sampler_logp - columns["teacher_logp"].to(logp.dtype)

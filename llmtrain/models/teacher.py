@@ -84,7 +84,10 @@ def load_teacher(
         return load_model(config, None, undecided, seed, precision="no")
     except UserError as error:
         # The same checks as for the student, whose flags have other names.
-        raise UserError(str(error).replace("--model_", "--teacher_model_")) from error
+        message = str(error).replace("--model_", "--teacher_model_")
+        if "--teacher_model_" not in message:
+            message = f"--teacher_model_name_or_path: {message}"
+        raise UserError(message) from error
 
 
 def _check_vocabulary(config: ModelConfig, rows: PreparedRows) -> None:

@@ -150,7 +150,8 @@ def fit_to_rows(settings: Settings, rows: Tokenized) -> None:
     if rounds:
         _check_rounds(optim, rows)
         prompts = value_of(settings, "prompts_per_round", default=0)
-        optim.max_steps = rounds * math.ceil(prompts / settings.data.global_batch_size)
+        steps = rounds * math.ceil(prompts / settings.data.global_batch_size)
+        optim.max_steps = min(optim.max_steps, steps) if optim.is_set("max_steps") else steps
     elif optim.deciding_flag == "max_tokens":
         step_tokens = settings.data.global_batch_size * rows.positions
         optim.max_steps = _whole(optim.max_tokens, Fraction(1, step_tokens))
@@ -173,7 +174,7 @@ def fit_to_rows(settings: Settings, rows: Tokenized) -> None:
 
 def _check_rounds(optim: OptimConfig, rows: Tokenized) -> None:
     """Raise :class:`UserError` if ``--rounds`` does not fit the other flags, or the rows."""
-    for name in ("max_steps", "num_train_epochs", "max_tokens"):
+    for name in ("num_train_epochs", "max_tokens"):
         if optim.is_set(name):
             raise UserError(
                 f"--{name} has no effect with --rounds and --prompts_per_round, which say how long "
@@ -182,8 +183,8 @@ def _check_rounds(optim: OptimConfig, rows: Tokenized) -> None:
     units = {source.audit.unit for source in rows.sources.get("train", ())}
     if units != {"conversation"}:
         raise UserError(
-            "--rounds needs prompts to answer, and there is plain text in the data; name data sets "
-            "of conversations alone."
+            "--rounds needs prompts to answer, and not all of the data are conversations; name "
+            "data sets that are."
         )
 
 

@@ -11,6 +11,7 @@ the weights, on its group and on the number of its prompt alone.
 
 import copy
 import functools
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,7 +33,7 @@ from llmtrain.data.shards import ArrayRows, TokenRows
 from llmtrain.data.sources import records_source
 from llmtrain.data.tokenized import MANIFEST, Tokenized
 from llmtrain.errors import UserError, first_line
-from llmtrain.files import JsonObject, read_sealed, sync, write_sealed
+from llmtrain.files import JsonObject, new_folder, read_sealed, sync, write_sealed
 from llmtrain.interfaces.batches import IGNORED
 from llmtrain.models.generation import Sampling
 from llmtrain.parallel.shards import reshard
@@ -102,7 +103,7 @@ class Rounds:
                 global_batch_size=run.settings.data.global_batch_size,
                 micro_batch=run.layout.micro_batch,
                 # A round is an epoch for the order of its rows.
-                steps=range(run.step, (number + 1) * self.steps),
+                steps=range(run.step, min((number + 1) * self.steps, self.loop.max_steps)),
                 seed=self.seed,
                 prepare=run.bundle.prepare_batch,
                 pinned=run.accelerator.device.type == "cuda",
@@ -116,8 +117,16 @@ class Rounds:
         Raises:
             UserError: if the set of the round is damaged, or absent in the middle of the round.
         """
-        if self.run.step == first_step and not (folder / MANIFEST).exists():
-            return None
+        if not (folder / MANIFEST).exists():
+            if self.run.step == first_step:
+                return None
+            # A run that begins in the middle of a round of another one.
+            checkpoint = self.run.resume_point.checkpoint
+            assert checkpoint is not None, "a run without a checkpoint is at step 0"
+            origin = checkpoint.parent.parent / "rounds" / folder.name
+            if origin != folder and origin.is_dir():
+                with new_folder(folder) as working:
+                    shutil.copytree(origin, working, dirs_exist_ok=True)
         try:
             rows = Tokenized.open(folder, check=True).train
         except OSError as error:

@@ -125,7 +125,7 @@ def tokenize(
         plan.take_rows(request)
         raise RowsAreMade
     if distill is not None:
-        _check_scores(distill, request)
+        _check_distillation(distill, request)
 
     entry, is_cached = cached_rows(request) if request.recorded else (None, True)
     if entry is None or len(request.recorded) < len(request.sources):
@@ -160,8 +160,16 @@ def _unpacked(chat: RowConfig) -> RowConfig:
     return chat.with_values({"packing": False})
 
 
-def _check_scores(distill: "DistillConfig", request: DataRequest) -> None:
-    """Raise :class:`UserError` if rows that a teacher has scored do not fit the flags."""
+def _check_distillation(distill: "DistillConfig", request: DataRequest) -> None:
+    """Raise :class:`UserError` if prompts, or rows that a teacher has scored, do not fit."""
+    for source in request.sources:
+        has_eval_rows = source.only_split == "eval" or request.config.eval_fraction > 0
+        if source.format == "prompts" and source.only_split != "train" and has_eval_rows:
+            raise UserError(
+                f"{source.flag} {source.name} has prompts without answers to evaluate on; name "
+                "conversations with --eval_dataset, or set --eval_fraction 0."
+            )
+
     teachers: dict[str, JsonObject | None] = {}
     for source in request.sources:
         made_from = {} if source.rows is None else source.rows.made_from
@@ -191,8 +199,8 @@ def _check_scores(distill: "DistillConfig", request: DataRequest) -> None:
     k = teacher["loss_top_k"]
     if distill.temperature != temperature or distill.loss_top_k not in (0, k):
         raise UserError(
-            f"{place} was scored with --temperature {temperature:g} --loss_top_k {k}; set these, "
-            "or make the set again."
+            f"{place} was scored with --temperature {temperature:g} --loss_top_k {k}; set the "
+            "same, or make the set again."
         )
     if distill.beta:
         raise UserError(

@@ -202,7 +202,7 @@ def test_a_run_that_is_killed_anywhere_in_its_rounds_ends_with_the_same_bits(
     assert not [*folder.glob("rounds/*/group-*")]
 
 
-def test_a_run_that_is_stopped_in_a_round_goes_on_from_its_mirror(
+def test_a_run_that_is_stopped_in_a_round_goes_on_elsewhere_and_from_its_mirror(
     flags: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("s3fs")
@@ -214,11 +214,16 @@ def test_a_run_that_is_stopped_in_a_round_goes_on_from_its_mirror(
         mirror = "s3://bucket/rounds"
         run_forked([*command, str(tmp_path / "lost"), "--mirror", mirror], env)
         assert read_json(tmp_path / "lost/status.json")["step"] == 5
+        checkpoint = str(tmp_path / "lost/checkpoints/step-00000005")
+        extending = [*command, str(tmp_path / "other"), "--resume_from_checkpoint", checkpoint]
+        run_forked(extending, {"MARKS": env["MARKS"]}).assert_ok()
         shutil.rmtree(tmp_path / "lost")
         assert not [name for name in Storage(mirror).sizes("rounds") if "group" in name]
 
         resumed = tmp_path / "resumed"
         resuming = [*command, str(resumed), "--resume_from_checkpoint", mirror]
         run_forked(resuming, {"MARKS": env["MARKS"]}).assert_ok()
-    assert tensors_digest(resumed / LAST) == tensors_digest(undisturbed / LAST)
-    assert len((tmp_path / "marks").read_text().split()) == 9  # each group once
+    for folder in (tmp_path / "other", resumed):
+        assert tensors_digest(folder / LAST) == tensors_digest(undisturbed / LAST)
+    # Each group of two rounds once, and those of the last round in both runs.
+    assert len((tmp_path / "marks").read_text().split()) == 6 + 3 + 3

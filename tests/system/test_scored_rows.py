@@ -263,8 +263,8 @@ def test_runs_take_a_scored_set_that_fits_their_flags(tmp_path, capsys, flags, m
     run_forked([*PYTHON, FINETUNE, *run, made]).assert_ok()
     run_forked([*PYTHON, DISTILL, *run, made, "--loss_top_k", "4"]).assert_ok()
     errors = {
-        f"{other} --loss_top_k 4": "was scored with --temperature 2 --loss_top_k 4; set these",
-        f"{made} --loss_top_k 5": "was scored with --temperature 1 --loss_top_k 4; set these",
+        f"{other} --loss_top_k 4": "was scored with --temperature 2 --loss_top_k 4; set the same",
+        f"{made} --loss_top_k 5": "was scored with --temperature 1 --loss_top_k 4; set the same",
         f"{made} --beta 0.5": "--beta 0.5 needs the teacher's probabilities of all tokens",
         f"{made} {other}": "were not scored by the same teacher",
         f"{made} {chats}": "were not scored by the same teacher",

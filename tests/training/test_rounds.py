@@ -35,6 +35,10 @@ def test_rounds_say_how_long_a_run_is_and_a_row_has_one_prompt(arguments: list[s
     assert settings.optim.max_steps == 6
     assert not rows.is_packed
 
+    settings = parse(DEFAULTS, [*arguments, "--max_steps", "4"])
+    fit_to_rows(settings, rows)
+    assert settings.optim.max_steps == 4
+
 
 @pytest.mark.parametrize("prompt", ["1+1?", [{"role": "user", "content": "1+1?"}]])
 def test_records_with_a_prompt_alone_are_answered_like_conversations(
@@ -50,6 +54,8 @@ def test_records_with_a_prompt_alone_are_answered_like_conversations(
     assert row["input_ids"][:length] == expected["input_ids"][:length]
     assert [label == -100 for label in row["labels"]] == is_prompt
 
+    with pytest.raises(UserError, match="has prompts without answers to evaluate on"):
+        tokenized(parse(DEFAULTS, [*arguments[:-1], str(path), "--eval_fraction", "0.5"]))
     with pytest.raises(UserError, match="no field 'text'; the record has prompt, answer"):
         # without --chat_template and --rounds
         tokenized(parse(DEFAULTS, [*arguments[2:-6], "--dataset", str(path)]))
@@ -58,11 +64,10 @@ def test_records_with_a_prompt_alone_are_answered_like_conversations(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--max_steps 5", "--max_steps has no effect with --rounds"),
         ("--num_train_epochs 1", "--num_train_epochs has no effect with --rounds"),
         ("--max_tokens 5", "--max_tokens has no effect with --rounds"),
         ("--packing", "--packing has no effect with --rounds"),
-        ("{folder}/book.txt", "--rounds needs prompts to answer, and there is plain text"),
+        ("{folder}/book.txt", "--rounds needs prompts to answer, and not all"),
     ],
 )
 def test_what_does_not_go_with_rounds_is_one_line(
