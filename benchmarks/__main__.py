@@ -34,6 +34,7 @@ TABLES = {
     "processes": Table(),
     "trainer": Table(),
     "trl": Table(),
+    "distill": Table(),
     "data": Table(),
     "chats": Table(),
     "loss": Table(),

@@ -3,6 +3,7 @@
 import json
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 from llmtrain.data import builtin
 from llmtrain.data.tokenizer import as_pretrained, set_template, train_tokenizer
@@ -85,7 +86,15 @@ def write_tokenizer(folder: Path, has_template: bool = False) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def write_llama(folder: Path, texts: list[str], length: int, width: int = 128) -> None:
+def write_llama(
+    folder: Path,
+    texts: list[str],
+    length: int,
+    width: int = 128,
+    layers: int = 4,
+    vocabulary: int = 1000,
+    **config_values: object,
+) -> None:
     """Write a small Llama with random weights, and a tokenizer with the template ``chatml``.
 
     Args:
@@ -93,24 +102,29 @@ def write_llama(folder: Path, texts: list[str], length: int, width: int = 128) -
         texts: the tokenizer is trained on them.
         length: the largest number of tokens of a row.
         width: the size of a hidden state.
+        layers: transformer blocks.
+        vocabulary: the tokens of the tokenizer.
+        **config_values: further values of the configuration.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = as_pretrained(train_tokenizer("bpe:1000", texts, lambda: iter(texts)), length)
+    trained = train_tokenizer(f"bpe:{vocabulary}", texts, lambda: iter(texts))
+    tokenizer = as_pretrained(trained, length)
     set_template(tokenizer, "chatml")
     tokenizer.pad_token = "<|endoftext|>"
     tokenizer.save_pretrained(folder)
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=11 * width // 4,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=length,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    values: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": width,
+        "intermediate_size": 11 * width // 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "max_position_embeddings": length,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        **config_values,
+    }
+    LlamaForCausalLM(LlamaConfig(**values)).save_pretrained(folder)

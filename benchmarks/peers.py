@@ -267,6 +267,35 @@ def dpo(arguments: argparse.Namespace) -> None:
     print_speed_of_trl(DPOTrainer, arguments, args=config)
 
 
+def gkd(arguments: argparse.Namespace) -> None:
+    """TRL's GKDTrainer on the answers in conversations: the same, and the loss of each step."""
+    import datasets
+    from transformers import AutoTokenizer
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    rows = []
+    for line in arguments.rows.read_text().splitlines():
+        chat = json.loads(line)["messages"]
+        prompt = tokenizer.apply_chat_template(
+            chat[:-1], add_generation_prompt=True, return_dict=False
+        )
+        # The line break after the answer is no target of llmtrain.
+        ids = tokenizer.apply_chat_template(chat, return_dict=False)[:-1]
+        mask = [0] * len(prompt) + [1] * (len(ids) - len(prompt))
+        rows.append({"prompt": "", "input_ids": ids, "completion_mask": mask})
+
+    config = GKDConfig(lmbda=0, beta=0, **training_arguments_of_trl(arguments))
+    speed, losses = run_trl(
+        GKDTrainer,
+        arguments,
+        datasets.Dataset.from_list(rows),
+        args=config,
+        teacher_model=str(arguments.teacher),
+    )
+    print(json.dumps({"speed": speed, "losses": losses}), flush=True)
+
+
 def training_arguments_of_trl(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the training arguments of every trainer of TRL."""
     return {
@@ -287,10 +316,22 @@ def print_speed_of_trl(
 ) -> None:
     """Run a trainer of TRL on a file of JSON lines; print its tokens per second, without padding."""
     import datasets
+
+    lines = arguments.rows.read_text().splitlines()
+    rows = datasets.Dataset.from_list([json.loads(line) for line in lines])
+    speed, _ = run_trl(trainer_class, arguments, rows, **trainer_arguments)
+    print_figure(speed)
+
+
+def run_trl(
+    trainer_class: Any, arguments: argparse.Namespace, rows: Any, **trainer_arguments: Any
+) -> tuple[float, list[float]]:
+    """Run a trainer of TRL; return its tokens per second, without padding, and the steps' losses."""
     from transformers import AutoTokenizer, TrainerCallback
 
     times: list[float] = []  # when each step ended
     token_counts: list[int] = []  # the tokens until then
+    losses: list[float] = []
 
     class EndOfStep(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -305,14 +346,15 @@ def print_speed_of_trl(
                 CountingTrainer.tokens += int(inputs["attention_mask"].sum())
             else:
                 CountingTrainer.tokens += inputs["input_ids"].numel()
-            return super().compute_loss(model, inputs, *args, **kwargs)
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            losses.append(loss.item())
+            return loss
 
-    lines = arguments.rows.read_text().splitlines()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     trainer = CountingTrainer(
         model=str(arguments.model),
-        train_dataset=datasets.Dataset.from_list([json.loads(line) for line in lines]),
+        train_dataset=rows,
         processing_class=tokenizer,
         callbacks=[EndOfStep()],
         **trainer_arguments,
@@ -321,7 +363,7 @@ def print_speed_of_trl(
 
     first = len(times) // 5  # the steps before warm up
     tokens = token_counts[-1] - token_counts[first]
-    print_figure(tokens / (times[-1] - times[first]))
+    return tokens / (times[-1] - times[first]), losses
 
 
 def sft_preparation(arguments: argparse.Namespace) -> None:
@@ -408,12 +450,14 @@ def make_parser() -> argparse.ArgumentParser:
         "map": datasets_map,
         "sft": sft,
         "dpo": dpo,
+        "gkd": gkd,
         "sft-preparation": sft_preparation,
     }
     for name, function in peers_with_data.items():
         data_parser = peers.add_parser(name, help=function.__doc__)
         data_parser.add_argument("model", type=Path, help="a folder with a tokenizer, or a model")
         data_parser.add_argument("rows", type=Path, help="a file of JSON lines, or rows of tokens")
+        data_parser.add_argument("--teacher", type=Path, help="a folder with a model")
         data_parser.add_argument("--batch", type=int)
         data_parser.add_argument("--length", type=int, help="tokens of a row")
         data_parser.add_argument("--steps", type=int)
