@@ -15,7 +15,7 @@ from llmtrain.data import shards
 from llmtrain.data import tokenizer as tok
 from llmtrain.data.loader import IGNORED
 from llmtrain.data.tokenized import Tokenized
-from llmtrain.files import read_sealed
+from llmtrain.files import read_sealed, write_sealed
 from tests.data.chat_records import chat_records
 from tests.data.preparation import write_records, write_texts
 from tests.forked import run_forked
@@ -188,8 +188,16 @@ def test_parts_and_kills_change_no_byte(tmp_path, capsys, flags, small_shards):
     assert tokenize(capsys, *flags, "--to", killed)[0] == 0
 
     parts = tmp_path / "parts"
-    for words in (["--shard", "2/2"], ["--shard", "1/2"], ["--finish"]):
+    for words in (["--shard", "2/2"], ["--shard", "1/2"]):
         assert tokenize(capsys, *flags, "--to", parts, *words)[0] == 0
+    path = next(parts.glob("shard-*.json"))
+    facts = read_sealed(path)
+    write_sealed(path, {**facts, "train": {**facts["train"], "precision": "bf16"}})
+    status, _, err = tokenize(capsys, *flags, "--to", parts, "--finish")
+    assert status == 2
+    assert "parts of the set in different precisions" in err
+    write_sealed(path, facts)
+    assert tokenize(capsys, *flags, "--to", parts, "--finish")[0] == 0
 
     for folder in (killed, parts):
         assert contents_of(folder) == contents_of(whole)
