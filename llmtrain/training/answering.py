@@ -43,50 +43,81 @@ def answer(
         width: the most tokens of a prompt and its answer.
         vocabulary: tokens from this number on are never sampled.
     """
-    model = engine.unwrapped
-    device = engine.device
     generators = [sampling.generator(number) for number in numbers]
     limits = [min(len(prompt) + sampling.max_new_tokens, width) for prompt in prompts]
     texts = [[*prompt] for prompt in prompts]
     is_open = [len(text) < limit for text, limit in zip(texts, limits, strict=True)]
 
-    longest = max(map(len, prompts))
-    new_ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts])
-    mask = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts])
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    cache: Any = None
-    keeps_cache = True
+    continuation = _Continuation(engine, prompts, width)
     while _is_any_open(engine, is_open):
         # A rank may hang for minutes, but not longer than a pass takes.
         engine.phases.begin("a round")
-        if keeps_cache:
-            logits, cache = model(
-                new_ids.to(device),
-                attention_mask=mask.to(device),
-                position_ids=positions.to(device),
-                past_key_values=cache,
-                compute=_logits_with_cache,
-            )
-            keeps_cache = cache is not None
-        if not keeps_cache:
-            padded = [text + [0] * (1 + max(map(len, texts)) - len(text)) for text in texts]
-            logits = model(
-                torch.tensor(padded, device=device),
-                lengths=[len(text) for text in texts],
-                compute=_logits_without_cache,
-            )
+        logits = continuation.next_logits(texts)
         tokens = sample_tokens(logits[:, :vocabulary], sampling, generators)
 
         for row, token in enumerate(tokens):
             if is_open[row]:
                 texts[row].append(token)
                 is_open[row] = token not in stop_token_ids and len(texts[row]) < limits[row]
-        # The rows of complete answers are computed, too, and nothing looks at them. Those of a rank
-        # may all be complete before those of another one.
-        new_ids = torch.tensor([[text[-1]] for text in texts])
-        mask = torch.cat([mask, torch.tensor([[int(is_row_open)] for is_row_open in is_open])], 1)
-        positions = torch.tensor([[min(len(text), width - 1) - 1] for text in texts])
+        continuation.advance(texts, is_open)
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+class _Continuation:
+    """Computes the next tokens of some texts, with a cache if the model keeps keys and values.
+
+    Args:
+        engine: computes the logits.
+        prompts: the tokens that the texts begin with.
+        width: the most tokens of a text.
+    """
+
+    def __init__(self, engine: Engine, prompts: Sequence[list[int]], width: int) -> None:
+        self.model = engine.unwrapped
+        self.device = engine.device
+        self.width = width
+        self.cache: Any = None
+        self.keeps_cache = True
+
+        # What the cache does not hold yet. Padding on the left is masked.
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        self.new_ids = pad_sequence(rows, batch_first=True, padding_side="left")
+        ones = [torch.ones_like(row) for row in rows]
+        self.mask = pad_sequence(ones, batch_first=True, padding_side="left")
+        self.positions = (self.mask.cumsum(1) - 1).clamp(min=0)
+
+    def next_logits(self, texts: Sequence[list[int]]) -> Tensor:
+        """Return the logits [B, V] after the last token of each text."""
+        if self.keeps_cache:
+            logits: Tensor
+            logits, self.cache = self.model(
+                self.new_ids.to(self.device),
+                attention_mask=self.mask.to(self.device),
+                position_ids=self.positions.to(self.device),
+                past_key_values=self.cache,
+                compute=_logits_with_cache,
+            )
+            self.keeps_cache = self.cache is not None
+        if self.keeps_cache:
+            return logits
+
+        padded = pad_sequence([torch.tensor([*text, 0]) for text in texts], batch_first=True)
+        logits = self.model(
+            padded.to(self.device),
+            lengths=[len(text) for text in texts],
+            compute=_logits_without_cache,
+        )
+        return logits
+
+    def advance(self, texts: Sequence[list[int]], is_open: Sequence[bool]) -> None:
+        """Take the last token of each text as the next input.
+
+        The rows of complete texts are computed, too, and nothing looks at them. Those of a rank may
+        all be complete before those of another one.
+        """
+        self.new_ids = torch.tensor([[text[-1]] for text in texts])
+        self.mask = torch.cat([self.mask, torch.tensor(is_open).long()[:, None]], dim=1)
+        self.positions = torch.tensor([[min(len(text), self.width - 1) - 1] for text in texts])
 
 
 def _is_any_open(engine: Engine, is_open: list[bool]) -> bool:
