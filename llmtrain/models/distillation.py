@@ -91,11 +91,6 @@ class DistillConfig(Config):
             raise UserError(
                 "--rounds needs --teacher_model_name_or_path, which scores the answers."
             )
-        if self.loss_top_k:
-            raise UserError(
-                "--loss_top_k is for answers in the data, and --rounds trains on new ones; leave "
-                "one of them out."
-            )
         if self.sft_share:
             raise UserError(
                 "--sft_share has no use with --rounds, whose targets are the student's own "

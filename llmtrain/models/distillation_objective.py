@@ -78,20 +78,22 @@ class DistillationObjective(Objective):
         is_needed = self.source == "teacher" or not engine.model.training
         if self.source == "rows" or not is_needed:
             return {}
-        return {"teacher": engine.frozen("teacher", _deferred_logits, batch)}
+        deferred = engine.frozen(
+            "teacher", lambda model, batch: model.deferred_logits(**batch), batch
+        )
+        return {"teacher": deferred}
 
     def loss(self, model: Any, batch: Batch, extra: Batch) -> LossSums:
-        values_of = self._values_of_samples
-        last_metric = "kl_to_sampler"
-        columns = SAMPLED_COLUMNS
+        values_of = self._values_of_rows
+        columns = SCORED_COLUMNS
+        last_metric = "teacher_nll"
         if "teacher" in batch:
             values_of = self._values_of_teacher
-            last_metric = "teacher_nll"
             columns = ()
-        elif self.source == "rows":
-            values_of = self._values_of_rows
-            last_metric = "teacher_nll"
-            columns = SCORED_COLUMNS
+        elif self.source == "samples":
+            values_of = self._values_of_samples
+            columns = SAMPLED_COLUMNS
+            last_metric = "kl_to_sampler"
         targets = self._targets(batch, columns)
 
         values = model.sum_over_logits(values_of, targets, **batch)
@@ -194,11 +196,6 @@ class DistillationObjective(Objective):
         loss = (logp - sampler_logp).exp() * reverse_kl
         values = torch.stack([loss, reverse_kl, -logp, sampler_logp - logp], dim=1)
         return values * columns["weight"].to(values.dtype)[:, None]
-
-
-def _deferred_logits(model: Any, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    deferred: tuple[Tensor, Callable[[Tensor], Tensor]] = model.deferred_logits(**batch)
-    return deferred
 
 
 def log_probabilities(logits: Tensor) -> Tensor:

@@ -52,14 +52,13 @@ def answer(
     while _is_any_open(engine, is_open):
         # A rank may hang for minutes, but not longer than a pass takes.
         engine.phases.begin("a round")
-        logits = continuation.next_logits(texts)
+        logits = continuation.next_logits(texts, is_open)
         tokens = sample_tokens(logits[:, :vocabulary], sampling, generators)
 
         for row, token in enumerate(tokens):
             if is_open[row]:
                 texts[row].append(token)
                 is_open[row] = token not in stop_token_ids and len(texts[row]) < limits[row]
-        continuation.advance(texts, is_open)
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
@@ -73,8 +72,7 @@ class _Continuation:
     """
 
     def __init__(self, engine: Engine, prompts: Sequence[list[int]], width: int) -> None:
-        self.model = engine.unwrapped
-        self.device = engine.device
+        self.engine = engine
         self.width = width
         self.cache: Any = None
         self.keeps_cache = True
@@ -86,14 +84,22 @@ class _Continuation:
         self.mask = pad_sequence(ones, batch_first=True, padding_side="left")
         self.positions = (self.mask.cumsum(1) - 1).clamp(min=0)
 
-    def next_logits(self, texts: Sequence[list[int]]) -> Tensor:
-        """Return the logits [B, V] after the last token of each text."""
+    def next_logits(self, texts: Sequence[list[int]], is_open: Sequence[bool]) -> Tensor:
+        """Return the logits [B, V] after the last token of each text.
+
+        The rows of complete texts are computed, too, and nothing looks at them. Those of a rank may
+        all be complete before those of another one.
+        """
+        if self.cache is not None:  # it holds all tokens but the last ones
+            self.new_ids = torch.tensor([[text[-1]] for text in texts])
+            self.mask = torch.cat([self.mask, torch.tensor(is_open).long()[:, None]], dim=1)
+            self.positions = torch.tensor([[min(len(text), self.width - 1) - 1] for text in texts])
         if self.keeps_cache:
             logits: Tensor
-            logits, self.cache = self.model(
-                self.new_ids.to(self.device),
-                attention_mask=self.mask.to(self.device),
-                position_ids=self.positions.to(self.device),
+            logits, self.cache = self.engine.unwrapped(
+                self.new_ids.to(self.engine.device),
+                attention_mask=self.mask.to(self.engine.device),
+                position_ids=self.positions.to(self.engine.device),
                 past_key_values=self.cache,
                 compute=_logits_with_cache,
             )
@@ -102,22 +108,13 @@ class _Continuation:
             return logits
 
         padded = pad_sequence([torch.tensor([*text, 0]) for text in texts], batch_first=True)
-        logits = self.model(
-            padded.to(self.device),
-            lengths=[len(text) for text in texts],
-            compute=_logits_without_cache,
+        padded = padded.to(self.engine.device)
+        last = [row * (padded.shape[1] - 1) + len(text) - 1 for row, text in enumerate(texts)]
+        positions = torch.tensor(last, device=padded.device)
+        logits = self.engine.unwrapped(
+            padded, compute=lambda model, batch: model.logits_at(positions, batch["input_ids"])
         )
         return logits
-
-    def advance(self, texts: Sequence[list[int]], is_open: Sequence[bool]) -> None:
-        """Take the last token of each text as the next input.
-
-        The rows of complete texts are computed, too, and nothing looks at them. Those of a rank may
-        all be complete before those of another one.
-        """
-        self.new_ids = torch.tensor([[text[-1]] for text in texts])
-        self.mask = torch.cat([self.mask, torch.tensor(is_open).long()[:, None]], dim=1)
-        self.positions = torch.tensor([[min(len(text), self.width - 1) - 1] for text in texts])
 
 
 def _is_any_open(engine: Engine, is_open: list[bool]) -> bool:
@@ -145,15 +142,7 @@ def _logits_with_cache(model: CausalLM, batch: Batch) -> tuple[Tensor, Any]:
     return logits, cache if has_only_keys else None
 
 
-def _logits_without_cache(model: CausalLM, batch: Batch) -> Tensor:
-    """Return the logits [B, V] after texts of some lengths, which are padded on the right."""
-    input_ids = batch["input_ids"]
-    width = input_ids.shape[1]
-    positions = [row * (width - 1) + length - 1 for row, length in enumerate(batch["lengths"])]
-    return model.logits_at(torch.tensor(positions, device=input_ids.device), input_ids)
-
-
-def log_probabilities(model: CausalLM, batch: Batch) -> Tensor:
+def target_log_probabilities(model: CausalLM, batch: Batch) -> Tensor:
     """Return the log-probability of each target, float32 [targets], as training computes it."""
     return -model.nll(**batch, per_target=True).float()
 

@@ -38,7 +38,7 @@ from llmtrain.interfaces.batches import IGNORED
 from llmtrain.models.generation import Sampling
 from llmtrain.parallel.shards import reshard
 from llmtrain.record.checkpoint import path_of
-from llmtrain.training.answering import answer, log_probabilities, scoring_batch
+from llmtrain.training.answering import answer, scoring_batch, target_log_probabilities
 from llmtrain.training.compiling import eager_code
 from llmtrain.training.loop import Loop
 from llmtrain.training.optimizer_state import OptimizerState
@@ -226,8 +226,8 @@ class Rounds:
         batch = scoring_batch(prompts, answers, self.engine.device)
         self.engine.phases.begin("a round")
         with torch.no_grad():
-            of_student = self.engine.unwrapped(**batch, compute=log_probabilities)
-        of_teacher = self.engine.frozen("teacher", log_probabilities, batch)
+            of_student = self.engine.unwrapped(**batch, compute=target_log_probabilities)
+        of_teacher = self.engine.frozen("teacher", target_log_probabilities, batch)
         lengths = [len(ids) for ids in answers]
         scores = torch.split(torch.stack([of_student, of_teacher], dim=1).cpu(), lengths)
 

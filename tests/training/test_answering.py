@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.models.causal_lm import make_causal_lm
 from llmtrain.models.generation import Sampling
 from llmtrain.models.probe import probe
-from llmtrain.training.answering import answer, log_probabilities, scoring_batch
+from llmtrain.training.answering import answer, scoring_batch, target_log_probabilities
 from tests.engines import engine_of
 from tests.models.small_models import perturbed
 
@@ -142,7 +142,7 @@ def test_answers_are_scored_with_the_logits_of_transformers(
     answers = answers_of(accelerator, model)
     batch = scoring_batch(PROMPTS, answers, accelerator.device)
     with torch.no_grad():
-        scores = model(**batch, compute=log_probabilities)
+        scores = model(**batch, compute=target_log_probabilities)
         expected = []
         for prompt, ids in zip(PROMPTS, answers, strict=True):
             logits = model.own_forward(torch.tensor([[*prompt, *ids]])).logits[0]
